@@ -1,0 +1,205 @@
+"""Time kernels on a GPU: CUDA events, cold L2, many runs, rungs interleaved. Seconds throughout.
+
+Before each timed call a buffer larger than L2 is read. That does two things: the call finds none
+of its data in the cache, and the GPU is still busy while the host prepares the launch, so the gap
+between launches is never timed. It is read, not written: dirty lines would have to be written back
+during the timed call. A simulator is never timed: there, `bench` shows the recorded number.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import torch
+
+from labkit.check import dtype_name, error_over_allowed
+from labkit.device import DEVICE, SIMULATED
+from labkit.ladder import Rung, find
+from labkit.problem import Problem, Work
+from labkit.results import Timing, own_results
+
+RUNS = 100
+FLUSH_BYTES = 512 << 20  # several times the largest L2
+COMPILE_MODE = "max-autotune-no-cudagraphs"
+
+
+def bench(
+    fn: Callable | Rung,
+    problem: Problem | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    runs: int = RUNS,
+    **size: int,
+) -> Timing:
+    """Time one kernel at one size: by default the problem's first dtype and its `bench_size`.
+
+    Without a GPU: the recorded number of the rung with this name, labelled with its device.
+    """
+    rung = fn if isinstance(fn, Rung) else Rung(fn, "cuda")
+    problem = problem or rung.problem
+    if problem is None:
+        raise TypeError("bench: problem=None; pass the problem whose inputs to time it on")
+    if runs < RUNS:
+        raise ValueError(f"bench: runs={runs} is fewer than {RUNS}")
+    dtype, size = dtype or problem.dtypes[0], dict(size or problem.bench_size)
+    if SIMULATED:
+        ladder, _ = find(problem.name)
+        return own_results(ladder.slug).timing(rung.name, dtype_name(dtype), **size)
+    return measure({rung.name: (rung.kind, rung.fn)}, problem, dtype, size, runs)[0]
+
+
+def measure(
+    versions: Mapping[str, tuple[str, Callable]],
+    problem: Problem,
+    dtype: torch.dtype,
+    size: Mapping[str, int],
+    runs: int = RUNS,
+) -> list[Timing]:
+    """Time several versions of one operation, interleaved, on the same inputs.
+
+    `versions` maps a name to (kind, function). Each version's error is measured first, on the
+    inputs that are timed. Needs a GPU.
+    """
+    inputs = problem.inputs(dtype, **size)
+    work = problem.work(dtype, **size)
+    errors = {
+        name: error_over_allowed(fn, problem, dtype, **size) for name, (_, fn) in versions.items()
+    }
+    torch.cuda.empty_cache()
+    peaks = {name: _peak_memory(fn, inputs) for name, (_, fn) in versions.items()}
+    times = interleaved({name: lambda fn=fn: fn(*inputs) for name, (_, fn) in versions.items()}, runs)
+    source = f"measured on {DEVICE.name}, {time.strftime('%Y-%m-%d')}"
+    timings = []
+    for name, (kind, _) in versions.items():
+        p25, p50, p75 = statistics.quantiles(times[name], n=4)
+        timings.append(
+            Timing(
+                problem.name,
+                name,
+                kind,
+                dtype_name(dtype),
+                dict(size),
+                p25,
+                p50,
+                p75,
+                len(times[name]),
+                work.bytes,
+                work.flops,
+                peaks[name],
+                errors[name],
+                floor(work, dtype) / p50,
+                source,
+            )
+        )
+    return timings
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], runs: int = RUNS) -> dict[str, list]:
+    """Seconds of `runs` calls of each function, one of each per round. Needs a GPU."""
+    flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+    backlog = {}
+    for name, call in calls.items():
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        host = time.perf_counter() - start
+        torch.cuda.synchronize()
+        # One flush keeps the GPU busy for about 100 µs; slow launchers need more of a backlog.
+        backlog[name] = 1 + min(20, int(host / 60e-6))
+    events = {name: [] for name in calls}
+    for _ in range(runs):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(backlog[name]):
+                flush.sum()
+            start.record()
+            call()
+            end.record()
+            events[name].append((start, end))
+        torch.cuda.synchronize()
+    return {
+        name: [start.elapsed_time(end) * 1e-3 for start, end in pairs]
+        for name, pairs in events.items()
+    }
+
+
+def _peak_memory(fn: Callable, inputs: tuple) -> int:
+    fn(*inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn(*inputs)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# Ceilings -------------------------------------------------------------------------------------
+
+
+@cache
+def ceilings() -> dict:
+    """What this GPU can do, measured: copy and read bytes/s, FLOP/s by dtype. Needs a GPU."""
+    n = 1 << 30
+    source = torch.randn(n // 4, device="cuda")
+    target = torch.empty_like(source)
+    calls = {
+        "copy": lambda: target.copy_(source),
+        "read": lambda: _read(source),
+        "empty": _empty,
+    }
+    medians = {k: statistics.median(v) for k, v in interleaved(calls).items()}
+    flops = {}
+    for dtype, m in ((torch.bfloat16, 8192), (torch.float16, 8192), (torch.float32, 4096)):
+        a, b = (torch.randn(m, m, device="cuda").to(dtype) for _ in range(2))
+        took = statistics.median(interleaved({"mm": lambda a=a, b=b: a @ b}, 100)["mm"])
+        flops[dtype_name(dtype)] = 2 * m**3 / took
+    return {
+        "copy_bytes_per_s": 2 * n / medians["copy"],
+        "read_bytes_per_s": n / medians["read"],
+        "flops": flops,
+        "empty_kernel_s": medians["empty"],
+    }
+
+
+def floor(work: Work, dtype: torch.dtype) -> float:
+    """The roofline's time in seconds: the larger of bytes over the copy ceiling and FLOPs."""
+    c = ceilings()
+    flops = c["flops"].get(dtype_name(dtype), c["flops"]["float32"])
+    return max(work.bytes / c["copy_bytes_per_s"], work.flops / flops)
+
+
+@cache
+def _streams():
+    """The read-only streaming kernel and the empty one, built on first use."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+        """Each program sums every grid-th block of x; the store only keeps the loads alive."""
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            acc += tl.load(x_ptr + start + tl.arange(0, BLOCK))
+        tl.store(out_ptr + tl.program_id(0), tl.sum(acc))
+
+    @triton.jit
+    def empty_kernel():
+        """Nothing."""
+
+    return read_kernel, empty_kernel
+
+
+def _read(x: torch.Tensor) -> torch.Tensor:
+    programs = 8 * DEVICE.sms
+    out = torch.empty(programs, device=x.device)
+    _streams()[0][(programs,)](x, out, x.numel(), BLOCK=4096, num_warps=8)
+    return out
+
+
+def _empty() -> None:
+    _streams()[1][(1,)](num_warps=1)

@@ -1,0 +1,372 @@
+"""The checker: is this kernel right, and if not, which bug does it have?
+
+`check` runs stages and stops at the first that fails: the call itself, tiny and edge sizes,
+an empty input, layouts, properties of the operation, races and barriers under the simulators,
+numbers for each dtype and several seeds, structural gates. Every call runs on guarded memory:
+outputs poisoned with NaN, canary bands round every buffer. Time is never a gate.
+
+The tolerance has no constant per operation:
+`allowed = 2·error(library, same dtype) + (1 + √K)·eps32·max|truth|`, errors against the reference
+in float64, K the number of terms summed into one output. The book derives it in "How to check".
+"""
+
+from __future__ import annotations
+
+from labkit.device import DEVICE, SIMULATED
+from labkit.diagnose import BUGS, Case, error, memory_bug, value_bug, wrong_form
+from labkit.guard import guarded
+from labkit.ladder import Rung
+from labkit.launch import NotAttempted, attempted, kernels_of
+from labkit.problem import Problem, outputs
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+EPS32 = torch.finfo(torch.float32).eps
+SEEDS = 3  # random inputs tried per dtype at the largest size
+
+
+class CheckFailed(AssertionError):
+    """A kernel was rejected. `bug` is its class, `stage` where it showed, `text` the report."""
+
+    def __init__(self, name: str, bug: str, stage: str, text: str) -> None:
+        """Compose the report."""
+        self.name, self.bug, self.stage, self.text = name, bug, stage, text
+        why = f" ({BUGS[bug]})" if bug in BUGS else ""
+        body = "\n".join("   " + line for line in text.splitlines())
+        super().__init__(f"🔴 {name}: {bug}{why}\n   in {stage}\n{body}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found: "🟢" right or "⚪" not run, and where it was verified.
+
+    `worst` is the largest error over what is allowed, seen over all sizes, seeds and dtypes.
+    """
+
+    state: str
+    name: str
+    worst: float = math.nan
+    verified: tuple[str, ...] = ()
+    not_verified: tuple[str, ...] = ()
+    note: str = ""
+
+    def __repr__(self) -> str:
+        """One line, and one more for what could not be verified here."""
+        if self.state == "🟢":
+            where = "under the simulators" if SIMULATED else f"on {DEVICE.name}"
+            line = (
+                f"🟢 {self.name}: right in {listed(self.verified)} {where}; "
+                f"worst error {self.worst:.2f} of what is allowed"
+            )
+        else:
+            line = f"{self.state} {self.name}: {self.note}"
+        if self.not_verified:
+            line += f"\n   not verified here: {', '.join(self.not_verified)}"
+        return line
+
+
+def listed(words: tuple[str, ...] | list[str]) -> str:
+    """Words as English: "a, b and c"."""
+    words = list(words)
+    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check(
+    fn: Callable | Rung,
+    problem: Problem | None = None,
+    *,
+    seed: int = 0,
+    gates: Mapping[str, float] | None = None,
+) -> Verdict:
+    """Check a kernel against its problem; raise `CheckFailed`, naming the bug, when it is wrong.
+
+    `fn` is a rung, a launcher, or any function with the signature of `problem.library`. Without a
+    GPU it runs in float32 under the simulators, or in every dtype if it launches no kernel.
+    `gates` bounds the traffic that the lens counts: `{"bytes": 1.1}` allows 1.1 times the ledger.
+    """
+    rung = fn if isinstance(fn, Rung) else None
+    problem = problem or (rung and rung.problem)
+    if not isinstance(problem, Problem):
+        raise TypeError(f"check: problem={problem!r} is not a Problem")
+    launcher = rung.fn if rung else fn
+    if not callable(launcher):
+        raise TypeError(f"check: fn={fn!r} is not a function")
+    name = getattr(launcher, "__name__", type(launcher).__name__)
+    if not attempted(launcher):
+        return Verdict("⚪", name, note="not attempted yet")
+
+    kinds = {k.kind for k in kernels_of(launcher)}
+    if SIMULATED and ("cuda" in kinds or (rung and not rung.simulates)):
+        return _compiled_only(launcher, name, problem)
+    dtypes, skipped = (rung and rung.dtypes) or problem.dtypes, []
+    if SIMULATED and kinds:
+        skipped = [dtype_name(d) for d in dtypes if d != torch.float32] + ["a real GPU"]
+        dtypes = (torch.float32,)
+    run = _Run(launcher, name, problem, seed, kinds, skipped)
+    try:
+        run.signature()
+        # One or two elements tell little about a bug, so those sizes come last.
+        sizes = sorted(problem.test_sizes, key=lambda s: problem.terms(**s) * _numel(problem, s) < 8)
+        for dtype in dtypes:
+            for size in sizes:
+                run.call("sizes", dtype, size)
+        run.empty(dtypes[0])
+        run.layouts(dtypes[0])
+        run.properties(dtypes)
+        run.lens(gates or {})
+        for dtype in dtypes:
+            run.numbers(dtype)
+    except NotAttempted:
+        return Verdict("⚪", name, note="not attempted yet")
+    return Verdict("🟢", name, run.worst, tuple(map(dtype_name, dtypes)), tuple(skipped))
+
+
+def _compiled_only(launcher: Callable, name: str, problem: Problem) -> Verdict:
+    from labkit.compile import compiles
+
+    try:
+        archs = compiles(launcher, problem)
+    except Exception as failure:
+        raise CheckFailed(name, "raises", "compiling", str(failure)) from failure
+    return Verdict(
+        "⚪",
+        name,
+        not_verified=("everything that needs a GPU",),
+        note=f"compiles for {listed(archs)}, but the simulators cannot run it",
+    )
+
+
+@dataclass
+class _Run:
+    """One check under way."""
+
+    launcher: Callable
+    name: str
+    problem: Problem
+    seed: int
+    kinds: set[str]
+    skipped: list[str]
+    worst: float = 0.0
+    passed: set = field(default_factory=set)
+    earlier: list = field(default_factory=list)
+
+    def fail(self, bug: str, stage: object, text: str) -> None:
+        raise CheckFailed(self.name, bug, str(stage), text)
+
+    def signature(self) -> None:
+        inputs = self.problem.inputs(torch.float32, **self.problem.test_sizes[0])
+        try:
+            inspect.signature(self.launcher).bind(*inputs)
+        except TypeError as why:
+            wanted = inspect.signature(self.problem.library)
+            self.fail("wrong signature", "the call", f"{why}; wanted {self.problem.name}{wanted}")
+        except ValueError:
+            pass  # a builtin without a signature: calling it will tell
+
+    def call(self, stage, dtype, size, seed=None, change=None, layout="") -> None:
+        """One guarded call on fresh inputs, judged. `change` re-lays the inputs in memory."""
+        seed = self.seed if seed is None else seed
+        inputs = self.problem.inputs(dtype, seed=seed, **size)
+        truth = self.problem.truth(*inputs)
+        if change:
+            inputs = tuple(change(x) if isinstance(x, torch.Tensor) else x for x in inputs)
+        case = Case(
+            self.problem,
+            stage,
+            dtype,
+            size,
+            seed,
+            inputs,
+            truth,
+            allowance(self.problem, size, inputs, truth),
+            layout,
+            frozenset(self.passed),
+            tuple(self.earlier),
+            self.launcher,
+        )
+        run = guarded(self.launcher, inputs)
+        if isinstance(run.error, NotAttempted):
+            raise run.error
+        if layout and isinstance(run.error, ValueError):
+            return  # a clear refusal is a right answer to a layout
+        found = self._judge(case, run)
+        if found:
+            bug, text = found
+            self.fail("assumes contiguous input" if layout else bug, case, text)
+        self.passed.add((tuple(size.items()), dtype))
+        self.earlier = (self.earlier + [o.detach().clone() for o in run.outputs])[-8:]
+        for got, true, allowed in zip(run.outputs, truth, case.allowed, strict=True):
+            if true.is_floating_point() and allowed:
+                self.worst = max(self.worst, error(got, true) / allowed)
+
+    def _judge(self, case: Case, run) -> tuple[str, str] | None:
+        """The bug and its report, or None when the call was right."""
+        if run.error is not None:
+            return self._seen_by_lens(case) or _exception(run.error)
+        if bug := wrong_form(case, run.outputs):
+            return bug
+        bug = memory_bug(case, run)
+        if bug is None and all(
+            error(g, t) <= a
+            for g, t, a in zip(run.outputs, case.truth, case.allowed, strict=True)
+        ):
+            return None
+        # The lens sees causes (a race, a missing barrier); wrong values are only a symptom.
+        return self._seen_by_lens(case) or bug or value_bug(case, run.outputs)
+
+    def _seen_by_lens(self, case: Case) -> tuple[str, str] | None:
+        if not SIMULATED or not self.kinds & {"numba", "triton"}:
+            return None
+        from labkit.lens import LensUnavailable, lens
+
+        try:
+            return lens(self.launcher, inputs=case.inputs).bug()
+        except LensUnavailable:
+            return None
+
+    def empty(self, dtype: torch.dtype) -> None:
+        if self.problem.empty_size is not None:
+            self.call("empty input", dtype, self.problem.empty_size)
+
+    def layouts(self, dtype: torch.dtype) -> None:
+        """Strided and misaligned inputs: right, or a clean ValueError."""
+        size = self.problem.test_sizes[-1]
+        self.call("layouts", dtype, size, change=_every_other, layout="every other element")
+        self.call("layouts", dtype, size, change=_wide_rows, layout="rows of a wider matrix")
+        self.call("layouts", dtype, size, change=_shifted, layout="starts one element late")
+
+    def properties(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        for prop in self.problem.properties:
+            if prop.dtypes and not set(prop.dtypes) & set(dtypes):
+                self.skipped.append(prop.text)
+                continue
+            try:
+                trouble = prop.holds(self.launcher)
+            except Exception as why:
+                bug, text = _exception(why)
+                self.fail(bug, f"property: {prop.text}", text)
+            if trouble:
+                self.fail(prop.bug, f"property: {prop.text}", trouble)
+
+    def lens(self, gates: Mapping[str, float]) -> None:
+        """Races, barriers and traffic, seen by the simulators on the largest test size."""
+        if not self.kinds & {"numba", "triton"}:
+            return
+        from labkit.lens import LensUnavailable, lens
+
+        size = self.problem.test_sizes[-1]
+        try:
+            report = lens(self.launcher, self.problem, seed=self.seed, **size)
+        except LensUnavailable as why:
+            self.skipped.append(f"races and traffic ({why})")
+            return
+        if found := report.bug():
+            self.fail(found[0], f"races and barriers: {dict(size)}", found[1])
+        ledger = self.problem.work(torch.float32, **size).bytes
+        if "bytes" in gates and report.bytes > gates["bytes"] * ledger:
+            self.fail(
+                "too much traffic",
+                "structural gates",
+                f"it moves {report.bytes} bytes, {report.bytes / ledger:.2f} times the ledger "
+                f"of {ledger}; the gate is {gates['bytes']:.2f}",
+            )
+
+    def numbers(self, dtype: torch.dtype) -> None:
+        """More seeds; on a GPU, the size that is timed too."""
+        for seed in range(1, SEEDS):
+            self.call("numbers", dtype, self.problem.test_sizes[-1], seed=self.seed + seed)
+        if not SIMULATED:
+            self.call("numbers", dtype, self.problem.bench_size, seed=self.seed + SEEDS)
+
+
+def _numel(problem: Problem, size: Mapping[str, int]) -> int:
+    return max(o.numel() for o in outputs(problem.library(*problem.inputs(torch.float32, **size))))
+
+
+def _exception(why: Exception) -> tuple[str, str]:
+    last = traceback.extract_tb(why.__traceback__)[-1:]
+    at = f"\nat `{last[0].line}`" if last and last[0].line else ""
+    return "raises", f"{type(why).__name__}: {why}{at}"
+
+
+def _every_other(x: torch.Tensor) -> torch.Tensor:
+    room = x.new_empty((*x.shape[:-1], 2 * x.shape[-1])) if x.dim() else x.new_empty(2)
+    return room[..., ::2].copy_(x) if x.dim() else x
+
+
+def _wide_rows(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() < 2:
+        return x
+    return x.new_empty((*x.shape[:-1], x.shape[-1] + 16))[..., :-16].copy_(x)
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+# The tolerance --------------------------------------------------------------------------------
+
+
+@contextmanager
+def strict_math() -> Iterator[None]:
+    """TF32 and reduced-precision reductions off, so that the library cannot lower the bar."""
+    switches = (
+        (torch.backends.cuda.matmul, "allow_tf32"),
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    )
+    saved = [getattr(owner, name) for owner, name in switches]
+    try:
+        for owner, name in switches:
+            setattr(owner, name, False)
+        yield
+    finally:
+        for (owner, name), value in zip(switches, saved, strict=True):
+            setattr(owner, name, value)
+
+
+def allowance(
+    problem: Problem, size: Mapping[str, int], inputs: tuple, truth: tuple
+) -> list[float]:
+    """What each output may be wrong by (module docstring); 0 for integers, which must be equal."""
+    with strict_math():
+        library = outputs(problem.library(*_cloned(inputs)))
+    noise = (1 + math.sqrt(problem.terms(**size))) * EPS32
+    return [
+        2 * error(lib, true) + noise * true.abs().max().item()
+        if true.is_floating_point() and true.numel()
+        else 0.0
+        for lib, true in zip(library, truth, strict=True)
+    ]
+
+
+def error_over_allowed(
+    fn: Callable, problem: Problem, dtype: torch.dtype, seed: int = 0, **size: int
+) -> float:
+    """The largest error of `fn` over what is allowed; at most 1 is right."""
+    inputs = problem.inputs(dtype, seed=seed, **size)
+    truth = problem.truth(*inputs)
+    allowed = allowance(problem, size, inputs, truth)
+    got = outputs(fn(*_cloned(inputs)))
+    ratios = [
+        error(g, t) / a if a else (0.0 if error(g, t) == 0 else math.inf)
+        for g, t, a in zip(got, truth, allowed, strict=True)
+    ]
+    return max(ratios)
+
+
+def _cloned(inputs: tuple) -> list:
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]

@@ -1,0 +1,283 @@
+"""The `lab` command: doctor, check, compare, bench, record, sync, scorecard, validate."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import signal
+import subprocess
+import sys
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import labkit as lab
+from labkit.results import REFERENCE, RESULTS, ROOT
+
+TIMEOUT = 300  # seconds a reader's kernel may take in `lab check` and `lab compare`
+
+
+class Fault(Exception):
+    """Something the user can mend; printed as one line, exit code 1."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="lab", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    commands.add_parser("doctor", help="GPU or simulators, versions, what cannot be verified here")
+    for name, what in (
+        ("check", "is a kernel right, and if not, which bug does it have"),
+        ("compare", "a kernel beside the solution, the naive rung, the library and the peers"),
+        ("bench", "time a kernel (GPU), or show the recorded number"),
+    ):
+        p = commands.add_parser(name, help=what)
+        p.add_argument("operation", help="for instance rms_norm")
+        p.add_argument("kernel", help="FILE.py:NAME" if name != "bench" else "FILE.py:NAME or rung")
+        p.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds (default %(default)s)")
+        p.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+        if name == "compare":
+            p.add_argument("--diff", action="store_true", help="show the source diff too")
+    p = commands.add_parser("record", help="re-record a chapter on this GPU")
+    p.add_argument("chapter", help="number or slug: 03 or rms_norm")
+    p = commands.add_parser("sync", help="write the notebooks' kernel cells from solutions")
+    p.add_argument("--check", action="store_true", help="only report differences")
+    p = commands.add_parser("scorecard", help="write the generated pages from the results")
+    p.add_argument("--no-gallery", action="store_true", help="leave the bug gallery alone")
+    p = commands.add_parser("validate", help="check results files against the schema")
+    p.add_argument("files", nargs="*", type=Path, help="default: all of book/results")
+
+    options = parser.parse_args(arguments)
+    try:
+        return COMMANDS[options.command](options)
+    except Fault as fault:
+        print(fault, file=sys.stderr)
+        return 1
+
+
+def doctor(_) -> int:
+    """What runs here, and what cannot be verified here."""
+    print(f"labkit {version('kernel-ladder')} in {ROOT}")
+    print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for package in ("torch", "triton", "numba", "numba-cuda", "cuda-core", "numpy"):
+        print(f"  {package} {_version(package)}")
+    if lab.SIMULATED:
+        print("\nNo GPU in use: kernels run under the simulators of Numba and Triton.")
+        print("Not verified here: fp16 and bf16 kernels, warp shuffles, raw CUDA C++ (compiled")
+        print("only), and every time. Times shown are recorded ones, labelled with their device.")
+    else:
+        d = lab.DEVICE
+        print(f"\nGPU: {d.name}, compute capability {d.sm}, {d.sms} SMs, {d.l2_bytes >> 20} MiB L2")
+        print("Not verified here: nothing. Set LABKIT_DEVICE=sim to try the simulators.")
+    for peer in ("liger-kernel", "flashinfer-python", "cupy-cuda13x"):
+        print(f"  peer {peer} {_version(peer)}")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def load(spec: str):
+    """The function that `FILE.py:NAME` names. Fault with a clear message otherwise."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file)
+    if not file or not name:
+        raise Fault(f"kernel={spec!r}: write FILE.py:NAME")
+    if not path.is_file():
+        raise Fault(f"{path}: no such file")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if module_spec is None:
+        raise Fault(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException as why:
+        last = traceback.extract_tb(why.__traceback__)[-1]
+        where = f"line {why.lineno}" if isinstance(why, SyntaxError) else f"line {last.lineno}"
+        raise Fault(f"{path} does not import: {type(why).__name__}: {why} ({where})") from why
+    try:
+        fn = getattr(module, name)
+    except AttributeError:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise Fault(f"{path} has no {name!r}; it defines: {', '.join(names) or 'nothing'}") from None
+    if not callable(fn):
+        raise Fault(f"{path}:{name} is a {type(fn).__name__}, not a function")
+    return fn
+
+
+def _find(operation: str):
+    try:
+        return lab.find(operation)
+    except ValueError as why:
+        raise Fault(str(why)) from None
+
+
+def _on_a_reader_kernel(options) -> int:
+    """Run check, compare or bench in a process of its own: a hang or a crash ends only that."""
+    _find(options.operation)
+    if options.inner:
+        return _inner(options)
+    command = [sys.executable, "-m", "labkit.cli", options.command, options.operation]
+    command += [options.kernel, "--inner"] + ["--diff"] * getattr(options, "diff", False)
+    child = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = child.wait(options.timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise Fault(
+            f"🔴 {options.kernel}: hang: no answer within {options.timeout:g} s. A loop that never "
+            "ends, or threads that wait for each other? --timeout gives it longer."
+        ) from None
+    except KeyboardInterrupt:
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
+    if code < 0:
+        name = signal.Signals(-code).name
+        raise Fault(f"🔴 {options.kernel}: crash: the process died of {name}")
+    return code
+
+
+def _inner(options) -> int:
+    _, problem = _find(options.operation)
+    if options.command == "bench" and ":" not in options.kernel:
+        ladder, _ = _find(options.operation)
+        try:
+            fn = ladder.rung(options.kernel)
+        except ValueError as why:
+            raise Fault(str(why)) from None
+    else:
+        fn = load(options.kernel)
+    try:
+        if options.command == "check":
+            verdict = lab.check(fn, problem)
+            print(verdict)
+            return verdict.state != "🟢"
+        if options.command == "compare":
+            table = lab.compare(fn, options.operation, diff=options.diff)
+            print(table)
+            return not table.right
+        print(lab.bench(fn, problem))
+        return 0
+    except lab.CheckFailed as failure:
+        raise Fault(str(failure)) from None
+    except KeyError as why:
+        raise Fault(f"no recorded number: {why.args[0]}") from None
+
+
+def record(options) -> int:
+    """Run the chapter's GPU tests, record its results, execute its notebook, redraw the pages."""
+    if lab.SIMULATED:
+        raise Fault("lab record needs a CUDA GPU: a simulator is never timed")
+    from labkit import pages
+    from labkit.record import record as record_ladder
+
+    ladder = _chapter(options.chapter)
+    counts = _gpu_tests(ladder.slug)
+    print(f"{ladder.slug}: {counts['passed']} GPU tests passed, {counts['failed']} failed")
+    if counts["failed"]:
+        raise Fault(f"{ladder.slug}: not recorded, since GPU tests fail")
+    path = record_ladder(ladder, gpu_tests=counts)
+    print(f"wrote {path}")
+    for notebook in sorted((ROOT / "chapters").glob(f"*_{ladder.slug}.ipynb")):
+        execute(notebook)
+        print(f"executed {notebook}")
+    if path.parent.name == REFERENCE:
+        pages.write(gallery=False)
+    return 0
+
+
+def _chapter(chapter: str):
+    for notebook in sorted((ROOT / "chapters").glob("*.ipynb")):
+        number, _, slug = notebook.stem.partition("_")
+        if chapter in (number, slug, notebook.stem):
+            return _find(slug)[0]
+    return _find(chapter)[0]
+
+
+def _gpu_tests(slug: str) -> dict[str, int]:
+    """Counts of the chapter's tests in a run on this GPU."""
+    import tempfile
+    import xml.etree.ElementTree as ET
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-k", slug, "tests/test_solutions.py"]
+            + [f"--junitxml={report}", "-p", "no:cacheprovider"],
+            cwd=ROOT,
+        )
+        suite = ET.parse(report).getroot().find("testsuite").attrib
+    failed = int(suite["failures"]) + int(suite["errors"])
+    skipped = int(suite["skipped"])
+    return {
+        "passed": int(suite["tests"]) - failed - skipped,
+        "failed": failed,
+        "skipped": skipped,
+    }
+
+
+def execute(notebook: Path) -> None:
+    """Run a notebook in place and keep its outputs, without time stamps."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    book = nbformat.read(notebook, as_version=4)
+    NotebookClient(
+        book, timeout=600, record_timing=False, resources={"metadata": {"path": notebook.parent}}
+    ).execute()
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)
+    nbformat.write(book, notebook)
+
+
+def sync(options) -> int:
+    """Write or check the notebooks' kernel cells."""
+    from labkit.sync import main as sync_main
+
+    return sync_main(["--check"] * options.check)
+
+
+def scorecard(options) -> int:
+    """Write the generated pages."""
+    from labkit import pages
+
+    for path in pages.write(gallery=not options.no_gallery):
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+def validate(options) -> int:
+    """One line for each bad results file."""
+    from labkit.results import validate as validate_file
+
+    files = options.files or sorted(RESULTS.glob("*/*.json"))
+    faults = [fault for f in files if (fault := validate_file(f))]
+    for fault in faults:
+        print(fault)
+    print(f"{len(files) - len(faults)} of {len(files)} results files are good")
+    return bool(faults)
+
+
+COMMANDS = {
+    "doctor": doctor,
+    "check": _on_a_reader_kernel,
+    "compare": _on_a_reader_kernel,
+    "bench": _on_a_reader_kernel,
+    "record": record,
+    "sync": sync,
+    "scorecard": scorecard,
+    "validate": validate,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Where kernels run: a CUDA GPU, or the simulators of Numba and Triton on the CPU.
+
+The choice is made once, when `labkit` is imported, because Numba and Triton read their simulator
+switches at import. That is why every file of the lab imports `labkit` first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+SIMULATED = os.environ.get("LABKIT_DEVICE", "auto") == "sim" or not torch.cuda.is_available()
+"""True when kernels run under the simulators. `LABKIT_DEVICE=sim` forces it on a GPU machine."""
+
+_SWITCHES = {"numba": "NUMBA_ENABLE_CUDASIM", "triton": "TRITON_INTERPRET"}
+
+
+def _start_simulators() -> None:
+    """Turn the simulators on. ImportError when numba or triton was imported without them."""
+    for package, switch in _SWITCHES.items():
+        if os.environ.get(switch) == "1":
+            continue
+        if package in sys.modules:
+            raise ImportError(
+                f"{package} was imported before labkit, so its simulator cannot start any more. "
+                f"Restart Python and put `import labkit as lab` above `import {package}` "
+                f"(or set {switch}=1 before Python starts)."
+            )
+        os.environ[switch] = "1"
+
+
+def _tensors_as_arrays() -> None:
+    """Make Numba's simulator index torch tensors as it indexes arrays.
+
+    It hands them to the kernel as they are, and torch refuses `y[i] = numpy.float32(…)`, which a
+    GPU takes. The hook is private: where it is missing, kernels still run, only that fails.
+    """
+    try:
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+        from numba.cuda.simulator.kernel import FakeCUDAKernel
+
+        launch = FakeCUDAKernel.__call__
+    except (ImportError, AttributeError):
+        return
+
+    def array(value):
+        is_plain = isinstance(value, torch.Tensor) and value.dim() and value.dtype != torch.bfloat16
+        return FakeCUDAArray(value.detach().numpy()) if is_plain else value
+
+    FakeCUDAKernel.__call__ = lambda kernel, *args: launch(kernel, *map(array, args))
+
+
+if SIMULATED:
+    _start_simulators()
+    _tensors_as_arrays()
+# Small grids warn on a GPU and not on the simulator; outputs must be the same in both places.
+os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
+
+
+@dataclass(frozen=True)
+class Card:
+    """Datasheet peaks of one GPU: bytes/s and dense FLOP/s. Measured ceilings are lower."""
+
+    bytes_per_s: float
+    flops: dict[str, float]
+
+
+# Vendor datasheets; dense rates, never the "with sparsity" ones. The book's page on the machine
+# cites each source.
+CARDS = {
+    "NVIDIA H200": Card(4.8e12, {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12}),
+    "NVIDIA H100 80GB HBM3": Card(
+        3.35e12, {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12}
+    ),
+    "NVIDIA A100-SXM4-80GB": Card(
+        2.039e12, {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
+    ),
+    "NVIDIA GeForce RTX 5090": Card(
+        1.792e12, {"float32": 104.8e12, "bfloat16": 209.5e12, "float16": 209.5e12}
+    ),
+    "NVIDIA GeForce RTX 4090": Card(
+        1.008e12, {"float32": 82.6e12, "bfloat16": 165.2e12, "float16": 165.2e12}
+    ),
+    "NVIDIA GeForce RTX 3090": Card(
+        0.936e12, {"float32": 35.6e12, "bfloat16": 71e12, "float16": 71e12}
+    ),
+    "Tesla T4": Card(0.32e12, {"float32": 8.1e12, "float16": 65e12}),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that kernels run on in this process. Sizes in bytes."""
+
+    name: str
+    torch: str  # "cuda" or "cpu": what torch calls it
+    sm: str = ""  # compute capability, for instance "9.0"
+    sms: int = 0
+    l2_bytes: int = 0
+    memory_bytes: int = 0
+
+    @property
+    def slug(self) -> str:
+        """Folder of its results: "NVIDIA GeForce RTX 4090" gives "rtx4090"."""
+        words = self.name.lower().replace("nvidia", "").replace("geforce", "").split()
+        return "".join("".join(words).replace("/", "-").split()) or "unknown"
+
+    @property
+    def card(self) -> Card | None:
+        """Datasheet peaks, where this card is in the table."""
+        return CARDS.get(self.name)
+
+
+def _find_device() -> Device:
+    if SIMULATED:
+        return Device("simulators", "cpu")
+    p = torch.cuda.get_device_properties(0)
+    return Device(
+        p.name,
+        "cuda",
+        f"{p.major}.{p.minor}",
+        p.multi_processor_count,
+        p.L2_cache_size,
+        p.total_memory,
+    )
+
+
+DEVICE = _find_device()
+
+
+@cache
+def _external_stream(handle: int):
+    from numba import cuda
+
+    return cuda.external_stream(handle)
+
+
+def stream():
+    """Torch's current stream, as Numba wants it in `kernel[grid, block, lab.stream()]`."""
+    if SIMULATED:
+        return 0
+    return _external_stream(torch.cuda.current_stream().cuda_stream)

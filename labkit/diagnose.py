@@ -1,0 +1,254 @@
+"""Name the bug: from a wrong result to one of the classes in `BUGS` or the problem's suspects."""
+
+from __future__ import annotations
+
+from labkit.guard import Run, unwritten
+from labkit.problem import Problem, outputs
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+BUGS = {
+    "wrong signature": "it does not take the arguments of the problem",
+    "raises": "it raises an exception",
+    "hang": "it does not return",
+    "writes nothing": "the output still holds the poison it was allocated with",
+    "returns zeros": "every output is zero",
+    "returns its input": "the output is a copy of an input",
+    "stale output": "the output is that of an earlier call",
+    "NaN": "NaN or infinity where the truth is finite",
+    "transposed": "rows and columns of the output are exchanged",
+    "off by one": "an index is one too high or one too low",
+    "missing tail guard": "threads past the end of the data read or write",
+    "tail not written": "part of the output still holds the poison it was allocated with",
+    "out-of-bounds store": "it writes outside its output",
+    "out-of-bounds read": "it reads outside its input",
+    "negative index": "an index is negative; the simulator wraps it, a GPU does not",
+    "missing barrier": "two threads use the same shared memory with no barrier between them",
+    "barrier in a divergent branch": "some threads of a block wait where others do not",
+    "uninitialised shared memory": "shared memory is read before anything wrote it",
+    "local index used for global": "a thread's index in its block is used as its global index",
+    "lost update": "threads read, change and write the same address without an atomic",
+    "race between blocks": "two blocks use the same address, and at least one writes",
+    "low-precision accumulator": "the sum is carried in too few bits",
+    "wrong cast order": "values are rounded to the narrow type at another place than in the truth",
+    "wrong dtype": "the output has another dtype",
+    "wrong shape": "the output has another shape",
+    "wrong device": "the output is on another device",
+    "assumes contiguous input": "wrong for strided or misaligned input, with no ValueError",
+    "depends on the seed": "right for some random inputs only",
+    "modifies its input": "an input is changed",
+    "too much traffic": "it moves more bytes than the gate allows",
+    "wrong formula": "the values are wrong, and no bug that the checker knows explains them",
+}
+"""The bug classes any kernel can have. Problems add their own through `suspects`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call under test: where it came from, what went in, what should come out."""
+
+    problem: Problem
+    stage: str
+    dtype: torch.dtype
+    size: Mapping[str, int]
+    seed: int
+    inputs: tuple
+    truth: tuple
+    allowed: list[float]
+    layout: str = ""
+    passed: frozenset = frozenset()  # (size, dtype) pairs that were right with another seed
+    earlier: tuple = ()  # outputs of earlier calls
+    retry: Callable | None = field(default=None, repr=False)  # runs it again, unguarded
+
+    def __str__(self) -> str:
+        size = ", ".join(f"{k}={v}" for k, v in self.size.items())
+        where = f"{self.stage}: {size}, {str(self.dtype).removeprefix('torch.')}, seed {self.seed}"
+        return where + (f", {self.layout}" if self.layout else "")
+
+
+def error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest absolute difference; infinity when either side holds NaN or infinity."""
+    if not truth.numel():
+        return 0.0
+    worst = (got.double() - truth.double()).abs().max().item()
+    return worst if math.isfinite(worst) else math.inf
+
+
+def wrong_form(case: Case, got: tuple) -> tuple[str, str] | None:
+    """A result of the wrong kind: not tensors, or another count, shape, dtype or device."""
+    like = [t for t in case.inputs if isinstance(t, torch.Tensor)][0]
+    if not all(isinstance(g, torch.Tensor) for g in got) or len(got) != len(case.truth):
+        kinds = ", ".join(type(g).__name__ for g in got)
+        return "wrong shape", f"it returned ({kinds}); wanted {len(case.truth)} tensor(s)"
+    with torch.no_grad():
+        library = outputs(case.problem.library(*case.inputs))
+    for i, (g, lib) in enumerate(zip(got, library, strict=True)):
+        if g.shape != lib.shape:
+            return "wrong shape", f"output {i} is {list(g.shape)}; wanted {list(lib.shape)}"
+        if g.dtype != lib.dtype:
+            return "wrong dtype", f"output {i} is {g.dtype}; wanted {lib.dtype}"
+        if g.device.type != like.device.type:
+            return "wrong device", f"output {i} is on {g.device}; wanted {like.device}"
+    return None
+
+
+def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:
+    """Bands that were written, inputs that changed, outputs that were not."""
+    for hit in run.damage:
+        text = (
+            f"{hit.count} item(s) {hit.side} the end of {hit.buffer} were overwritten"
+            if hit.side == "after"
+            else f"{hit.count} item(s) before the start of {hit.buffer} were overwritten"
+        )
+        beyond = hit.side == "after" and hit.distance == 0 and hit.count > 1
+        return ("missing tail guard" if beyond else "out-of-bounds store"), text
+    if run.changed:
+        return "modifies its input", f"input {run.changed[0]} is not what it was before the call"
+    for i, got in enumerate(run.outputs):
+        left = unwritten(got)
+        if not left.any():
+            continue
+        if left.all():
+            return "writes nothing", f"output {i} was never written"
+        count, total = int(left.sum()), left.numel()
+        text = f"{count} of {total} values of output {i} were never written"
+        written = total - count
+        flat = left.flatten()
+        if not flat[:written].any() and written % 32 == 0 and written <= 1024 and count >= written:
+            return "local index used for global", text + f": only the first {written} were"
+        ends = torch.zeros_like(left)
+        ends[..., -1] = True
+        if torch.equal(left, ends) or (count == 1 and flat[-1]):
+            return "off by one", text + ": the last one"
+        return "tail not written", text
+    return None
+
+
+def value_bug(case: Case, got: tuple) -> tuple[str, str]:
+    """Wrong values: the class that explains them best."""
+    g, want, allowed = next(
+        (g, t, a)
+        for g, t, a in zip(got, case.truth, case.allowed, strict=True)
+        if not error(g, t) <= a
+    )
+    return _value_class(case, got, g, want, allowed), _where(case, g, want, allowed)
+
+
+def _value_class(case: Case, got: tuple, g, want, allowed: float) -> str:
+    if not g.dtype.is_floating_point:
+        return "wrong formula"
+    flat, true = g.double().flatten(), want.double().flatten()
+    if not torch.isfinite(flat[torch.isfinite(true)]).all():
+        if case.retry and _finite_without_bands(case):
+            return "out-of-bounds read"
+        return "NaN"
+    if not flat.any():
+        return "returns zeros"
+    tensors = [t for t in case.inputs if isinstance(t, torch.Tensor)]
+    if any(t.shape == g.shape and torch.equal(t, g) for t in tensors):
+        return "returns its input"
+    same_form = [e for e in case.earlier if e.shape == g.shape and e.dtype == g.dtype]
+    if any(torch.equal(e, g) for e in same_form):
+        return "stale output"
+    if bug := _suspect(case, got):
+        return bug
+
+    def near(a: torch.Tensor, b: torch.Tensor, share: float = 1.0) -> bool:
+        if not a.numel() or a.shape != b.shape:
+            return False
+        return ((a - b).abs() <= 4 * allowed).double().mean().item() >= share
+
+    if want.dim() == 2 and 1 not in want.shape and near(flat, want.double().T.flatten()):
+        return "transposed"
+    if flat.numel() > 2 and (
+        near(flat[1:], true[:-1], 0.9)
+        or near(flat[:-1], true[1:], 0.9)
+        or (want.dim() > 1 and _shifted(g.double(), want.double(), near))
+    ):
+        return "off by one"
+    wrong = ((flat - true).abs() > allowed).nonzero().flatten()
+    if wrong.tolist() == [flat.numel() - 1] and flat.numel() > 2:
+        return "off by one"
+    for block in (32, 64, 128, 256, 512, 1024):
+        if flat.numel() > block and near(flat, true[torch.arange(len(true)) % block], 0.99):
+            return "local index used for global"
+    scale = true.abs().max().item()
+    small = (flat - true).abs().max().item() < 0.02 * scale
+    if small and case.problem.terms(**case.size) > 1:
+        return "low-precision accumulator"
+    if (tuple(case.size.items()), case.dtype) in case.passed:
+        return "depends on the seed"
+    return "wrong formula"
+
+
+def _shifted(g, want, near) -> bool:
+    return want.shape[-1] > 2 and (
+        near(g[..., 1:], want[..., :-1], 0.9) or near(g[..., :-1], want[..., 1:], 0.9)
+    )
+
+
+def _suspect(case: Case, got: tuple) -> str | None:
+    """The suspect whose formula gives `got`, if one is far nearer to it than the truth is."""
+    args = tuple(
+        a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in case.inputs
+    )
+    best, best_gap = None, math.inf
+    for bug, formula in case.problem.suspects.items():
+        try:
+            values = outputs(formula(*args))
+            gaps = [
+                error(g, v) / max(4 * a, 0.02 * error(g, t))
+                for g, v, t, a in zip(got, values, case.truth, case.allowed, strict=True)
+                if max(4 * a, error(g, t)) > 0
+            ]
+        except (RuntimeError, ValueError, ZeroDivisionError):
+            continue  # the formula does not apply to these shapes
+        if gaps and max(gaps) < min(best_gap, 1.0):
+            best, best_gap = bug, max(gaps)
+    return best
+
+
+def _finite_without_bands(case: Case) -> bool:
+    """Whether NaN goes away when the inputs have ordinary neighbours: it was read from a band."""
+    zeros = []
+    for value in case.inputs:
+        if isinstance(value, torch.Tensor):
+            room = torch.zeros(value.numel() + 8192, dtype=value.dtype, device=value.device)
+            inner = room[4096 : 4096 + value.numel()].view(value.shape)
+            value = inner.copy_(value)
+        zeros.append(value)
+    try:
+        return all(bool(torch.isfinite(o).all()) for o in outputs(case.retry(*zeros)))
+    except Exception:
+        return False
+
+
+def _where(case: Case, g: torch.Tensor, want: torch.Tensor, allowed: float) -> str:
+    """How many values are wrong, the first of them, and small tensors in full."""
+    bad = ~((g.double() - want.double()).abs() <= allowed)
+    first = tuple(bad.nonzero()[0].tolist())
+    lines = [
+        f"{int(bad.sum())} of {bad.numel()} values are wrong; first at {first}: "
+        f"got {g[first].item():.6g}, wanted {want[first].item():.6g}, "
+        f"may differ by {allowed:.2g}"
+    ]
+    if want.numel() <= 32:
+        for i, value in enumerate(case.inputs):
+            shown = _short(value) if isinstance(value, torch.Tensor) else value
+            lines.append(f"input {i}: {shown}")
+        lines += [f"got:     {_short(g)}", f"wanted:  {_short(want)}"]
+    return "\n".join(lines)
+
+
+def _short(x: torch.Tensor) -> str:
+    def fmt(row):
+        if isinstance(row, list):
+            return "[" + ", ".join(map(fmt, row)) + "]"
+        return f"{row:.4g}"
+
+    return fmt(x.tolist())

@@ -1,0 +1,161 @@
+"""Exercises: three states (⚪ 🔴 🟢), staged hints, the solution, and wrong versions on purpose.
+
+An exercise is a rung whose kernel the reader writes. In a notebook:
+
+    ex = LADDER.exercise("rms_norm_tiled")
+    ...                                  # the skeleton cell, which the reader fills in
+    ex.check(rms_norm_tiled)             # ⚪ not attempted, 🔴 raises CheckFailed, 🟢 right
+    ex.kernel                            # the reader's launcher once 🟢, the solution until then
+
+`LABKIT_MODE` says whose kernel is checked: `learner` (default), `solution`, `strict` (a skeleton
+fails), `mutant:<name>` (a planted bug, which must be rejected).
+"""
+
+from __future__ import annotations
+
+from labkit.check import CheckFailed, Verdict, check
+from labkit.ladder import Rung
+from labkit.problem import Problem
+
+import ast
+import inspect
+import linecache
+import os
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong version of an exercise: `patches` maps text of the solution to text with the bug.
+
+    `bug` is the class that the checker must name.
+    """
+
+    name: str
+    bug: str
+    patches: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A rung whose body the reader writes: the function to write, hints, mutants, gates.
+
+    `rung_name` names a rung of the ladder, `function` the definition whose body is removed.
+    """
+
+    rung_name: str
+    function: str
+    hints: tuple[str, ...]
+    mutants: tuple[Mutant, ...]
+    gates: Mapping[str, float] = field(default_factory=dict)
+
+    def mutant(self, name: str, rung: Rung) -> Callable:
+        """The launcher of `rung` with one mutant's patches applied to its source."""
+        chosen = [m for m in self.mutants if m.name == name]
+        if not chosen:
+            known = ", ".join(m.name for m in self.mutants)
+            raise ValueError(f"mutant name={name!r} is not one of: {known}")
+        module = inspect.getmodule(rung.fn)
+        names = [self.function] + [rung.name] * (rung.name != self.function)
+        source = "\n\n".join(definition(module, n) for n in names)
+        for old, new in chosen[0].patches.items():
+            if source.count(old) != 1:
+                raise ValueError(
+                    f"mutant {name}: {old!r} occurs {source.count(old)} times in the solution, "
+                    f"wanted once"
+                )
+            source = source.replace(old, new)
+        return define(source, dict(vars(module)), f"{module.__name__}.{name}")[rung.name]
+
+
+@dataclass
+class Attempt:
+    """An exercise under way in a notebook."""
+
+    exercise: Exercise
+    rung: Rung
+    problem: Problem
+    kernel: Callable
+    """The reader's launcher once it is 🟢, the solution until then."""
+    state: str = "⚪"
+
+    @property
+    def whose(self) -> str:
+        """ "yours" or "the solution's": a legend for plots and tables."""
+        return "yours" if self.state == "🟢" else "the solution's"
+
+    def check(self, fn: Callable) -> Verdict:
+        """Check the reader's launcher; raises `CheckFailed` when it is wrong."""
+        mode = os.environ.get("LABKIT_MODE", "learner")
+        if mode == "solution":
+            fn = self.rung.fn
+        elif mode.startswith("mutant:"):
+            name = mode.removeprefix("mutant:")
+            if name in [m.name for m in self.exercise.mutants]:
+                fn = self.exercise.mutant(name, self.rung)
+        elif mode not in ("learner", "strict"):
+            raise ValueError(f"LABKIT_MODE={mode!r} is not learner, solution, strict or mutant:…")
+        self.state = "🔴"
+        verdict = check(fn, self.problem, gates=self.exercise.gates)
+        if verdict.note.startswith("not attempted") and mode == "strict":
+            raise CheckFailed(self.rung.name, "not attempted", "strict mode", verdict.note)
+        self.state = verdict.state
+        self.kernel = fn if verdict.state == "🟢" else self.rung.fn
+        return verdict
+
+    def hint(self, number: int = 1) -> None:
+        """Print hint 1, 2, …; each says more than the one before."""
+        hints = self.exercise.hints
+        if not 1 <= number <= len(hints):
+            raise ValueError(f"hint number={number}: there are {len(hints)}, counted from 1")
+        print(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
+
+    def solution(self) -> None:
+        """Print the solution's source."""
+        print(definition(inspect.getmodule(self.rung.fn), self.exercise.function))
+
+    def compare(self, fn: Callable, **size: int) -> object:
+        """Compare a launcher with the solution, the library and the peers."""
+        from labkit.compare import compare
+
+        return compare(fn, self.problem.name, **size)
+
+
+def definition(module: ModuleType, name: str) -> str:
+    """The source text of a top-level definition of a module, decorators and assignments too."""
+    source = inspect.getsource(module)
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        named = getattr(node, "name", None) == name or any(
+            isinstance(t, ast.Name) and t.id == name for t in getattr(node, "targets", [])
+        )
+        if named:
+            first = min([node.lineno] + [d.lineno for d in getattr(node, "decorator_list", [])])
+            return "\n".join(lines[first - 1 : node.end_lineno])
+    raise ValueError(f"{module.__name__} has no top-level definition name={name!r}")
+
+
+def skeleton(module: ModuleType, name: str) -> str:
+    """The definition with its body replaced by `lab.todo`, which says how long an answer is."""
+    source = definition(module, name)
+    function = ast.parse(source).body[0]
+    body = function.body
+    docstring = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    lines = source.splitlines()
+    head = lines[: body[0].end_lineno if docstring else body[0].lineno - 1]
+    rest = lines[len(head) :]
+    count = sum(bool(s) and not s.startswith("#") for s in map(str.strip, rest))
+    return "\n".join([*head, f'    lab.todo("about {count} lines")'])
+
+
+def define(source: str, namespace: dict, label: str) -> dict:
+    """Execute source text that compilers can still read back, and return its namespace."""
+    source = textwrap.dedent(source)
+    filename = f"<labkit {label}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace
+

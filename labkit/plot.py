@@ -1,0 +1,246 @@
+"""Pictures: the four charts of a chapter, the lens pictures, the scorecard. One style.
+
+Each picture carries one message, its title, with the number in it. Series are labelled where they
+are, not in a legend; a ceiling is a line; bars start at 0. Every function returns a `Picture`,
+which a notebook shows as a PNG.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from labkit.ladder import Ladder
+from labkit.problem import Problem
+from labkit.results import Results, Timing, microseconds, percent
+
+WIDTH, HEIGHT = 7.0, 3.2  # inches, at 100 dots each: small files, readable on a phone
+ACCENT, RUNG, GREY, CEILING = "#c2410c", "#1d4ed8", "#6b7280", "#111827"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A finished figure. Its text form is its title, so stored outputs can be compared."""
+
+    figure: object
+    title: str
+
+    def png(self) -> bytes:
+        """The picture as PNG bytes."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=100, facecolor="white")
+        return buffer.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+    def __repr__(self) -> str:
+        """The title."""
+        return f"[picture: {self.title}]"
+
+
+def new(title: str, height: float = HEIGHT) -> tuple[object, object]:
+    """A figure and its axes in the book's style."""
+    from matplotlib.figure import Figure  # not pyplot: no global state, nothing shown twice
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=10, loc="left", wrap=True)
+    axes.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _color(t: Timing, last: str) -> str:
+    if t.kind in ("library", "peer"):
+        return GREY
+    return ACCENT if t.rung == last else RUNG
+
+
+def _at(results: Results, problem: Problem, dtype: str, size: dict) -> list[Timing]:
+    return [
+        t
+        for t in results.timings
+        if t.problem == problem.name and t.dtype == dtype and dict(t.size) == size
+    ]
+
+
+def _dtype(problem: Problem) -> str:
+    return str(problem.dtypes[0]).removeprefix("torch.")
+
+
+def ladder(chapter: Ladder, results: Results) -> Picture:
+    """Useful bandwidth of every rung, the library and the peers at `bench_size`."""
+    rows = []
+    for problem in chapter.problems:
+        rows += _at(results, problem, _dtype(problem), dict(problem.bench_size))
+    last = chapter.rungs[-1].name
+    first, final = (
+        next(t for t in rows if t.rung == chapter.rungs[i].name) for i in (0, -1)
+    )
+    title = (
+        f"{final.rung} reaches {percent(final.fraction_of_ceiling)} of the ceiling, "
+        f"{first.rung} {percent(first.fraction_of_ceiling)}"
+    )
+    figure, axes = new(title, 0.8 + 0.26 * len(rows))
+    labels = [t.rung if t.kind not in ("library", "peer") else f"{t.rung}" for t in rows]
+    axes.barh(
+        range(len(rows)), [t.bandwidth / 1e12 for t in rows], color=[_color(t, last) for t in rows]
+    )
+    axes.set_yticks(range(len(rows)), labels)
+    for tick, t in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set_color(_color(t, last))
+    axes.invert_yaxis()
+    for i, t in enumerate(rows):
+        axes.text(t.bandwidth / 1e12, i, f" {microseconds(t.p50_s)}", va="center", fontsize=8)
+    copy = results.ceilings["copy_bytes_per_s"] / 1e12
+    axes.axvline(copy, color=CEILING, lw=1, ls="--")
+    axes.text(copy, -0.7, f"copy {copy:.2f} TB/s ", ha="right", va="bottom", fontsize=8)
+    axes.set_xlim(0, copy * 1.15)
+    axes.set_xlabel(f"useful bandwidth, TB/s ({rows[0].dtype}, {_size(rows[0])})", fontsize=8)
+    return Picture(figure, title)
+
+
+def _size(t: Timing) -> str:
+    return ", ".join(f"{k}={v:,}" for k, v in t.size.items())
+
+
+def sweep(problem: Problem, results: Results, names: Sequence[str] = ()) -> Picture:
+    """% of the ceiling over size, for the last rung (or `names`), the library and the peers."""
+    dtype = _dtype(problem)
+    rows = [t for t in results.timings if t.problem == problem.name and t.dtype == dtype]
+    rungs = [t.rung for t in rows if t.kind not in ("library", "peer")]
+    names = list(names) or [rungs[-1]]
+    peers = list(dict.fromkeys(t.rung for t in rows if t.kind in ("library", "peer")))
+    sizes = sorted({tuple(t.size.items()) for t in rows}, key=lambda s: _bytes(rows, s))
+    best = max((t for t in rows if t.rung == names[-1]), key=lambda t: t.fraction_of_ceiling)
+    title = (
+        f"{names[-1]} peaks at {percent(best.fraction_of_ceiling)} of the ceiling, at {_size(best)}"
+    )
+    figure, axes = new(title)
+    ends = []
+    for name in peers + names:
+        line = sorted((t for t in rows if t.rung == name), key=lambda t: _bytes(rows, tuple(t.size.items())))
+        xs = [sizes.index(tuple(t.size.items())) for t in line]
+        ys = [100 * t.fraction_of_ceiling for t in line]
+        mine = name in names
+        color = ACCENT if name == names[-1] else RUNG if mine else GREY
+        axes.plot(xs, ys, color=color, lw=2 if mine else 1, marker="o", ms=3)
+        ends.append((ys[-1], name, color))
+    for y, name, color in _spread(ends, 6.5):
+        axes.text(len(sizes) - 0.8, y, name, color=color, fontsize=8, va="center")
+    axes.axhline(100, color=CEILING, lw=1, ls="--")
+    axes.set_xlim(-0.3, len(sizes) + 2.2)
+    axes.set_ylim(0, max(105, axes.get_ylim()[1]))
+    axes.set_xticks(range(len(sizes)), ["×".join(_short(v) for _, v in s) for s in sizes], rotation=40, ha="right")
+    axes.set_ylabel("% of the ceiling", fontsize=8)
+    axes.set_xlabel(f"{' × '.join(k for k, _ in sizes[0])} ({dtype})", fontsize=8)
+    return Picture(figure, title)
+
+
+def _bytes(rows: list[Timing], size: tuple) -> tuple:
+    return next(t.bytes for t in rows if tuple(t.size.items()) == size), size
+
+
+def _short(n: int) -> str:
+    for unit, name in ((1 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")):
+        if n >= unit and n % unit == 0:
+            return f"{n // unit}{name}"
+    return str(n)
+
+
+def _spread(ends: list[tuple], gap: float) -> list[tuple]:
+    """Labels moved apart until none overlaps the next."""
+    placed = []
+    for y, name, color in sorted(ends):
+        y = max(y, placed[-1][0] + gap) if placed else y
+        placed.append((y, name, color))
+    return placed
+
+
+def roofline(chapter: Ladder, results: Results) -> Picture:
+    """Every rung as a point under the bandwidth and arithmetic ceilings, log-log."""
+    rows = [
+        t
+        for problem in chapter.problems
+        for t in _at(results, problem, _dtype(problem), dict(problem.bench_size))
+        if t.kind not in ("library", "peer")
+    ]
+    copy = results.ceilings["copy_bytes_per_s"]
+    flops = results.ceilings["flops"]
+    peak = flops.get(rows[0].dtype, flops["float32"])
+    intensity = rows[-1].flops / rows[-1].bytes
+    ridge = peak / copy
+    title = (
+        f"{intensity:.2g} FLOP per byte: {ridge / intensity:,.0f} times too few "
+        "to leave the bandwidth slope"
+    )
+    figure, axes = new(title)
+    xs = [intensity / 8, ridge, ridge * 8]
+    axes.plot(xs, [min(peak, copy * x) / 1e12 for x in xs], color=CEILING, lw=1)
+    axes.text(ridge * 8, peak / 1e12, f"{peak / 1e12:.0f} TFLOP/s", ha="right", va="bottom", fontsize=8)
+    middle = (intensity * ridge) ** 0.5
+    axes.text(middle, copy * middle / 1e12 * 1.4, f"copy {copy / 1e12:.2f} TB/s", ha="right", fontsize=8)
+    last = chapter.rungs[-1].name
+    for t in rows:
+        x, y = t.flops / t.bytes, t.flops / t.p50_s / 1e12
+        axes.plot([x], [y], "o", color=_color(t, last), ms=5)
+    marks = sorted(((t.flops / t.p50_s / 1e12, t.rung, _color(t, last), t.flops / t.bytes) for t in rows))
+    floor = 0.0
+    for y, name, color, x in marks:
+        at = max(y, floor * 1.55)
+        floor = at
+        axes.annotate(name, (x, y), (x * 1.5, at), color=color, fontsize=8, va="center",
+                      arrowprops={"arrowstyle": "-", "lw": 0.4, "color": color})  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOP per byte of the ledger", fontsize=8)
+    axes.set_ylabel("TFLOP/s", fontsize=8)
+    return Picture(figure, title)
+
+
+def dtypes(problem: Problem, results: Results) -> Picture:
+    """% of the ceiling of every rung and the library, for each dtype at `bench_size`."""
+    size = dict(problem.bench_size)
+    names = [str(d).removeprefix("torch.") for d in problem.dtypes]
+    groups = {n: _at(results, problem, n, size) for n in names}
+    labels = list(dict.fromkeys(t.rung for ts in groups.values() for t in ts))
+    last = [t.rung for t in groups[names[0]] if t.kind not in ("library", "peer")][-1]
+    low = min(t.fraction_of_ceiling for ts in groups.values() for t in ts if t.rung == last)
+    title = f"{last}: at least {percent(low)} of the ceiling in {' and '.join([', '.join(names[:-1])] * (len(names) > 1) + names[-1:])}"
+    figure, axes = new(title, 0.9 + 0.24 * len(labels))
+    marks = {0: "o", 1: "s", 2: "D", 3: "^"}
+    ends = []
+    for j, name in enumerate(names):
+        for t in groups[name]:
+            i = labels.index(t.rung)
+            axes.plot([100 * t.fraction_of_ceiling], [i], marks[j], color=_color(t, last),
+                      ms=6, mfc="white" if j else _color(t, last))  # fmt: skip
+        ends.append((marks[j], name))
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.axvline(100, color=CEILING, lw=1, ls="--")
+    axes.set_xlim(0, max(105, axes.get_xlim()[1]))
+    axes.grid(axis="y", lw=0.3)
+    key = "   ".join(f"{symbol} {name}" for symbol, name in zip("●□◇△", names, strict=False))
+    axes.set_xlabel(f"% of the ceiling ({', '.join(f'{k}={v:,}' for k, v in size.items())});   {key}", fontsize=8)
+    return Picture(figure, title)
+
+
+def scorecard(rows: list[tuple[str, Timing, Timing]]) -> Picture:
+    """One bar for each operation: % of the ceiling, with the best peer marked."""
+    won = sum(mine.p50_s <= peer.p50_s for _, mine, peer in rows)
+    title = f"{won} of {len(rows)} operations are at least as fast as the fastest peer"
+    figure, axes = new(title, 1.0 + 0.32 * len(rows))
+    for i, (_, mine, peer) in enumerate(rows):
+        axes.barh([i], [100 * mine.fraction_of_ceiling], color=ACCENT, height=0.6)
+        axes.plot([100 * peer.fraction_of_ceiling] * 2, [i - 0.4, i + 0.4], color=CEILING, lw=2)
+        axes.text(1, i, microseconds(mine.p50_s), color="white", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{name} ({m.dtype})" for name, m, _ in rows])
+    axes.invert_yaxis()
+    axes.axvline(100, color=CEILING, lw=1, ls="--")
+    axes.set_xlim(0, 112)
+    axes.set_xlabel("% of the measured ceiling; black mark: the fastest peer", fontsize=8)
+    return Picture(figure, title)

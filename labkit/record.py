@@ -1,0 +1,188 @@
+"""Record a chapter on this GPU: every rung, the library and the peers in one run, as data."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from labkit.bench import COMPILE_MODE, ceilings, interleaved, measure
+from labkit.check import dtype_name
+from labkit.device import DEVICE, SIMULATED
+from labkit.ladder import Ladder
+from labkit.problem import Problem
+from labkit.results import RESULTS, ROOT, Results, microseconds, save
+
+PACKAGES = ("torch", "triton", "numba", "numba-cuda", "cuda-core", "numpy")
+PEERS = ("liger-kernel", "flashinfer-python", "cupy-cuda13x")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An attempt that was measured and not kept.
+
+    `fn` is timed against the rung named `against` at the problem's `bench_size`; `expected` was
+    written before, `cause` after.
+    """
+
+    fn: Callable
+    against: str
+    attempt: str
+    expected: str
+    cause: str
+
+
+def library_name(problem: Problem) -> str:
+    """How tables call the library: its docstring's first line, up to a colon."""
+    line = (problem.library.__doc__ or "library").partition("\n")[0]
+    return line.partition(":")[0].rstrip(".")
+
+
+def versions_of(
+    ladder: Ladder, problem: Problem, dtype: torch.dtype, size: dict, log: Callable = print
+) -> dict[str, tuple[str, Callable]]:
+    """Name -> (kind, function): the rungs of a problem, its library, torch.compile, the peers.
+
+    A peer that is absent, or refuses this dtype or size, is left out and said so through `log`.
+    """
+    found = {
+        r.name: (r.kind, r.fn)
+        for r in ladder
+        if ladder.problem_of(r) is problem and dtype in (r.dtypes or problem.dtypes)
+    }
+    found[library_name(problem)] = ("library", problem.library)
+    torch.compiler.reset()  # or the ninth size would silently run uncompiled
+    compiled = torch.compile(problem.library, mode=COMPILE_MODE, dynamic=False)
+    for name, fn in {"torch.compile": compiled, **problem.peers}.items():
+        try:
+            fn(*problem.inputs(dtype, **size))
+            torch.cuda.synchronize()
+        except Exception as why:
+            reason = str(why).strip().partition("\n")[0][:120]
+            log(f"  left out: {name}, {dtype_name(dtype)}, {size}: {type(why).__name__}: {reason}")
+            continue
+        found[name] = ("peer", fn)
+    return found
+
+
+def cases(problem: Problem) -> list[tuple[torch.dtype, dict]]:
+    """What is recorded: every dtype at `bench_size`, and the sweep in the first dtype."""
+    at_bench = [(d, dict(problem.bench_size)) for d in problem.dtypes]
+    sweep = [(problem.dtypes[0], dict(s)) for s in problem.sweep]
+    return at_bench + [c for c in sweep if c not in at_bench]
+
+
+def record(
+    ladder: Ladder, *, folder: Path = RESULTS, gpu_tests: dict | None = None, log: Callable = print
+) -> Path:
+    """Time everything in one run and write `<device>/<slug>.json`. Needs a GPU."""
+    if SIMULATED:
+        raise RuntimeError("record needs a GPU: a simulator is never timed")
+    timings = []
+    for problem in ladder.problems:
+        for dtype, size in cases(problem):
+            versions = versions_of(ladder, problem, dtype, size, log)
+            group = measure(versions, problem, dtype, size)
+            best = min(group, key=lambda t: t.p50_s)
+            log(f"  {problem.name} {dtype_name(dtype)} {size}: best {best.rung}")
+            timings += group
+    data = {
+        "schema": 1,
+        "slug": ladder.slug,
+        "device": _device(),
+        "versions": _versions(),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "target": {"text": "", "met": False, "bars": []},
+        "timings": [_as_json(t) for t in timings],
+        "rejected": [_rejected(ladder, r) for r in ladder.rejected],
+        "gpu_tests": gpu_tests or {"passed": 0, "failed": 0, "skipped": 0},
+    }
+    data["target"] = target(ladder, Results(data))
+    return save(data, folder)
+
+
+def target(ladder: Ladder, measured: Results) -> dict:
+    """The bars of the ladder's problems against what was measured."""
+    bars = []
+    for bar in (b for p in ladder.problems for b in p.target):
+        value = float(bar.value(measured))
+        limit = bar.at_least if bar.at_most is None else bar.at_most
+        bars.append({"text": bar.text, "measured": value, "limit": limit, "met": bar.met(value)})
+    text = "; ".join(b["text"] for b in bars)
+    return {"text": text, "met": all(b["met"] for b in bars), "bars": bars}
+
+
+def _rejected(ladder: Ladder, attempt: Rejected) -> dict:
+    rung = ladder.rung(attempt.against)
+    problem = ladder.problem_of(rung)
+    dtype, size = problem.dtypes[0], dict(problem.bench_size)
+    inputs = problem.inputs(dtype, **size)
+    both = interleaved({"attempt": lambda: attempt.fn(*inputs), "rung": lambda: rung.fn(*inputs)})
+    mine, kept = (sorted(both[k])[len(both[k]) // 2] for k in ("attempt", "rung"))
+    shape = ", ".join(f"{k}={v:,}" for k, v in size.items())
+    return {
+        "attempt": attempt.attempt,
+        "expected": attempt.expected,
+        "measured": f"{microseconds(mine)} against {microseconds(kept)} for {rung.name} "
+        f"({dtype_name(dtype)}, {shape})",
+        "cause": attempt.cause,
+    }
+
+
+def _as_json(timing) -> dict:
+    data = asdict(timing)
+    del data["source"]
+    data["error_over_allowed"] = round(data["error_over_allowed"], 4)
+    return data
+
+
+def _device() -> dict:
+    driver, power = "unknown", 0.0
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit"]
+        out = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True
+        ).stdout
+        driver, watts = (s.strip() for s in out.splitlines()[0].split(","))
+        power = float(watts)
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        pass
+    return {
+        "name": DEVICE.name,
+        "sm": DEVICE.sm,
+        "sms": DEVICE.sms,
+        "l2_bytes": DEVICE.l2_bytes,
+        "driver": driver,
+        "power_limit_w": power,
+        "ceilings": ceilings(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES + PEERS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    if given := os.environ.get("LABKIT_COMMIT"):
+        return given
+    try:
+        out = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return out.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

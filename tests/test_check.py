@@ -1,0 +1,367 @@
+"""The checker, tried on kernels that belong to no chapter: wrong ones, each with its class."""
+
+import labkit as lab
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from numba import cuda, float32
+
+from labkit.check import error_over_allowed
+from labkit.launch import kernels_of
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+# Two problems that no chapter teaches ---------------------------------------------------------
+
+BLEND = lab.Problem(
+    name="blend",
+    inputs=lambda dtype, seed=0, *, M, N: tuple(lab.randn((M, N), (M, N), dtype=dtype, seed=seed)),
+    reference=lambda a, b: a + 2 * b,
+    library=lambda a, b: torch.add(a, b, alpha=2),
+    work=lambda dtype, M, N: lab.Work(bytes=3 * M * N * dtype.itemsize, flops=2 * M * N),
+    terms=lambda M, N: 1,
+    dtypes=(F32, F16, BF16),
+    test_sizes=({"M": 1, "N": 1}, {"M": 3, "N": 5}, {"M": 4, "N": 64}, {"M": 3, "N": 67}),
+    empty_size={"M": 0, "N": 5},
+    bench_size={"M": 4096, "N": 4096},
+    sweep=(),
+    target=(),
+    suspects={"forgets the factor": lambda a, b: a + b},
+)
+
+ROW_SUM = lab.Problem(
+    name="row_sum",
+    inputs=lambda dtype, seed=0, *, M, N: tuple(lab.randn((M, N), dtype=dtype, seed=seed)),
+    reference=lambda x: x.sum(1),
+    library=lambda x: torch.sum(x, 1),
+    work=lambda dtype, M, N: lab.Work(bytes=(M * N + M) * dtype.itemsize, flops=M * N),
+    terms=lambda M, N: N,
+    dtypes=(F32, F16, BF16),
+    test_sizes=({"M": 1, "N": 1}, {"M": 3, "N": 33}, {"M": 2, "N": 64}, {"M": 2, "N": 301}),
+    bench_size={"M": 4096, "N": 4096},
+    sweep=(),
+    target=(),
+)
+
+
+@triton.jit
+def blend_kernel(a_ptr, b_ptr, y_ptr, N, SLACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Program pid computes y[pid·BLOCK : (pid+1)·BLOCK] and, wrongly, SLACK elements more."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + offs, mask=offs < N)
+    b = tl.load(b_ptr + offs, mask=offs < N)
+    tl.store(y_ptr + offs, a + 2 * b, mask=offs < N + SLACK)
+
+
+def launch_blend(a, b, slack):
+    y = torch.empty_like(a, memory_format=torch.contiguous_format)
+    if a.numel():
+        blend_kernel[(triton.cdiv(a.numel(), 64),)](a, b, y, a.numel(), SLACK=slack, BLOCK=64)
+    return y
+
+
+def blend_right(a, b):
+    return launch_blend(a.contiguous(), b.contiguous(), 0)
+
+
+def blend_refuses(a, b):
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise ValueError(f"a and b must be contiguous, {a.stride()=}, {b.stride()=}")
+    return launch_blend(a, b, 0)
+
+
+@cuda.jit
+def blend_numba_kernel(a, b, y):
+    """Thread (col, row) computes y[row, col]."""
+    col, row = cuda.grid(2)
+    if row < y.shape[0] and col < y.shape[1]:
+        y[row, col] = a[row, col] + 2 * b[row, col]
+
+
+def blend_numba(a, b):
+    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    if a.numel():
+        grid = (triton.cdiv(a.shape[1], 16), triton.cdiv(a.shape[0], 4))
+        blend_numba_kernel[grid, (16, 4), lab.stream()](a, b, y)
+    return y
+
+
+@cuda.jit
+def row_sum_kernel(x, y):
+    """Block `row` sums x[row, :] in a shared-memory tree of 32 threads."""
+    s = cuda.shared.array(32, float32)
+    row, tx = cuda.blockIdx.x, cuda.threadIdx.x
+    acc = float32(0)
+    for col in range(tx, x.shape[1], 32):
+        acc += float32(x[row, col])
+    s[tx] = acc
+    cuda.syncthreads()
+    step = 16
+    while step > 0:
+        if tx < step:
+            s[tx] += s[tx + step]
+        cuda.syncthreads()
+        step //= 2
+    if tx == 0:
+        y[row] = s[0]
+
+
+def row_sum_right(x):
+    y = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
+    if y.numel():
+        row_sum_kernel[x.shape[0], 32, lab.stream()](x, y)
+    return y
+
+
+RIGHT = [
+    (blend_right, BLEND),
+    (blend_refuses, BLEND),
+    (blend_numba, BLEND),
+    (lambda a, b: a + 2 * b, BLEND),
+    (row_sum_right, ROW_SUM),
+    (lambda x: x.float().sum(1).to(x.dtype), ROW_SUM),
+]
+
+
+# Wrong kernels --------------------------------------------------------------------------------
+
+
+def writes_nothing(a, b):
+    return torch.empty_like(a)
+
+
+def zeros(a, b):
+    return torch.zeros_like(a)
+
+
+def echo(a, b):
+    return a.clone()
+
+
+KEPT = {}
+
+
+def stale(a, b):
+    key = (a.shape, a.dtype)
+    if key not in KEPT:
+        KEPT[key] = a + 2 * b
+    return KEPT[key]
+
+
+def nan(a, b):
+    return (a + 2 * b) / 0 * 0
+
+
+def transposed(a, b):
+    return (a + 2 * b).T.contiguous().view(a.shape)
+
+
+@cuda.jit
+def short_kernel(a, b, y):
+    """Thread i computes y[i], the last one excepted."""
+    i = cuda.grid(1)
+    if i < y.shape[0] - 1:
+        y[i] = a[i] + 2 * b[i]
+
+
+def off_by_one(a, b):
+    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    if a.numel():
+        flat = y.view(-1)
+        blocks = triton.cdiv(a.numel(), 64)
+        short_kernel[blocks, 64, lab.stream()](a.reshape(-1), b.reshape(-1), flat)
+    return y
+
+
+def store_past_the_end(a, b):
+    return launch_blend(a.contiguous(), b.contiguous(), 1)
+
+
+@cuda.jit
+def unordered_kernel(x, y):
+    """Block `row` sums x[row, :], with no barrier inside the tree."""
+    s = cuda.shared.array(32, float32)
+    row, tx = cuda.blockIdx.x, cuda.threadIdx.x
+    acc = float32(0)
+    for col in range(tx, x.shape[1], 32):
+        acc += float32(x[row, col])
+    s[tx] = acc
+    cuda.syncthreads()
+    step = 16
+    while step > 0:
+        if tx < step:
+            s[tx] += s[tx + step]
+        step //= 2
+    if tx == 0:
+        y[row] = s[0]
+
+
+def unordered(x):
+    y = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
+    unordered_kernel[x.shape[0], 32, lab.stream()](x, y)
+    return y
+
+
+@cuda.jit
+def divergent_kernel(x, y):
+    """Block `row` sums x[row, :]; only the threads that still add wait for each other."""
+    s = cuda.shared.array(32, float32)
+    row, tx = cuda.blockIdx.x, cuda.threadIdx.x
+    acc = float32(0)
+    for col in range(tx, x.shape[1], 32):
+        acc += float32(x[row, col])
+    s[tx] = acc
+    cuda.syncthreads()
+    step = 16
+    while step > 0:
+        if tx < step:
+            s[tx] += s[tx + step]
+            cuda.syncthreads()
+        step //= 2
+    if tx == 0:
+        y[row] = s[0]
+
+
+def divergent(x):
+    y = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
+    divergent_kernel[x.shape[0], 32, lab.stream()](x, y)
+    return y
+
+
+def bf16_accumulator(x):
+    acc = torch.zeros(x.shape[0], dtype=BF16, device=x.device)
+    for col in range(x.shape[1]):
+        acc += x[:, col].to(BF16)
+    return acc.to(x.dtype)
+
+
+def wrong_dtype(a, b):
+    return (a + 2 * b).to(torch.float64)
+
+
+def wrong_shape(a, b):
+    return (a + 2 * b)[None]
+
+
+def two_outputs(a, b):
+    return a + 2 * b, a
+
+
+def contiguous_only(a, b):
+    """Reads the memory of `a` and `b` from front to back, whatever their strides."""
+    return launch_blend(a, b, 0)
+
+
+def one_seed(a, b):
+    """Right for the first inputs it ever sees of a size."""
+    known = BLEND.inputs(a.dtype, seed=0, M=a.shape[0], N=a.shape[1])
+    same = torch.equal(a, known[0]) and torch.equal(b, known[1])
+    return a + 2 * b if same else a - 3 * b
+
+
+def forgets(a, b):
+    return a + b
+
+
+def in_place(a, b):
+    return a.add_(b, alpha=2)
+
+
+def raises(a, b):
+    return a @ b
+
+
+def three_arguments(a, b, c):
+    return a
+
+
+WRONG = [
+    (writes_nothing, BLEND, "writes nothing"),
+    (zeros, BLEND, "returns zeros"),
+    (echo, BLEND, "returns its input"),
+    (stale, BLEND, "stale output"),
+    (nan, BLEND, "NaN"),
+    (transposed, BLEND, "transposed"),
+    (off_by_one, BLEND, "off by one"),
+    (store_past_the_end, BLEND, "out-of-bounds store"),
+    (unordered, ROW_SUM, "missing barrier"),
+    (divergent, ROW_SUM, "barrier in a divergent branch"),
+    (bf16_accumulator, ROW_SUM, "low-precision accumulator"),
+    (wrong_dtype, BLEND, "wrong dtype"),
+    (wrong_shape, BLEND, "wrong shape"),
+    (two_outputs, BLEND, "wrong shape"),
+    (contiguous_only, BLEND, "assumes contiguous input"),
+    (one_seed, BLEND, "depends on the seed"),
+    (forgets, BLEND, "forgets the factor"),
+    (in_place, BLEND, "modifies its input"),
+    (raises, BLEND, "raises"),
+    (three_arguments, BLEND, "wrong signature"),
+]
+
+
+@pytest.mark.parametrize(("fn", "problem", "bug"), WRONG, ids=[w[0].__name__ for w in WRONG])
+def test_wrong_kernel_is_rejected_with_its_class(fn, problem, bug):
+    KEPT.clear()
+    with pytest.raises(lab.CheckFailed) as caught:
+        lab.check(fn, problem)
+    assert caught.value.bug == bug, str(caught.value)
+    assert fn.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(("fn", "problem"), RIGHT, ids=[r[0].__name__ for r in RIGHT])
+def test_right_kernel_is_accepted(fn, problem):
+    verdict = lab.check(fn, problem)
+    assert verdict.state == "🟢"
+    assert 0 <= verdict.worst <= 1
+    assert "right in float32" in repr(verdict)
+
+
+@pytest.mark.parametrize(("fn", "problem"), RIGHT, ids=[r[0].__name__ for r in RIGHT])
+def test_right_kernel_is_accepted_on_200_seeds(fn, problem):
+    simulated = lab.SIMULATED and kernels_of(fn)
+    dtypes = (F32,) if simulated else problem.dtypes
+    for seed in range(200):
+        dtype, size = dtypes[seed % len(dtypes)], {"M": 2, "N": 33 + seed % 7}
+        ratio = error_over_allowed(fn, problem, dtype, seed, **size)
+        assert ratio <= 1, (seed, dtype, ratio)
+
+
+def test_a_skipped_backend_is_never_reported_as_passed():
+    verdict = lab.check(blend_right, BLEND)
+    if lab.SIMULATED:
+        assert verdict.verified == ("float32",)
+        assert {"float16", "bfloat16", "a real GPU"} <= set(verdict.not_verified)
+        assert "not verified here" in repr(verdict)
+    else:
+        assert verdict.verified == ("float32", "float16", "bfloat16")
+
+
+def test_a_skeleton_is_not_attempted():
+    def mine(a, b):
+        lab.todo("about 3 lines")
+
+    assert lab.check(mine, BLEND).state == "⚪"
+
+
+def test_the_report_shows_the_first_wrong_value():
+    with pytest.raises(lab.CheckFailed) as caught:
+        lab.check(forgets, BLEND)
+    text = str(caught.value)
+    for part in ("first at", "got", "wanted", "M=3, N=5", "float32"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: lab.check(forgets), "problem=None"),
+        (lambda: lab.check(3, BLEND), "fn=3"),
+        (lambda: lab.Rung(forgets, "rust"), "kind='rust'"),
+    ],
+)
+def test_bad_arguments_are_named(call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()

@@ -1,0 +1,189 @@
+"""Every rung, op, mutant and exercise of every chapter; ids start with the chapter's slug."""
+
+import labkit as lab
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+from labkit.check import error_over_allowed
+from labkit.exercise import definition, skeleton
+from labkit.ladder import ladders
+from labkit.launch import kernels_of
+
+LADDERS = ladders()
+RUNGS = [(ladder, rung) for ladder in LADDERS for rung in ladder]
+PROBLEMS = [(ladder, problem) for ladder in LADDERS for problem in ladder.problems]
+EXERCISES = [(ladder, exercise) for ladder in LADDERS for exercise in ladder.exercises]
+MUTANTS = [(ladder, e, m) for ladder, e in EXERCISES for m in e.mutants]
+
+
+def ids(items):
+    """`rms_norm-rms_norm_fused`, `rms_norm-rms_norm_tiled-no_barrier`, …"""
+    return ["-".join(getattr(p, "slug", None) or name(p) for p in item) for item in items]
+
+
+def name(part):
+    return getattr(part, "rung_name", None) or part.name
+
+
+@pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
+def test_rung_is_right(ladder, rung):
+    verdict = lab.check(rung, ladder.problem_of(rung))
+    if lab.SIMULATED and not rung.simulates:
+        assert verdict.state == "⚪"
+        assert "sm_120" in verdict.note
+    else:
+        assert verdict.state == "🟢"
+        assert verdict.worst <= 1
+
+
+@pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
+def test_rung_is_right_on_200_seeds(ladder, rung):
+    if lab.SIMULATED and not rung.simulates:
+        pytest.skip("needs a CUDA GPU")
+    problem = ladder.problem_of(rung)
+    dtypes = (torch.float32,) if lab.SIMULATED else rung.dtypes or problem.dtypes
+    sizes = sorted(problem.test_sizes, key=lambda s: problem.work(torch.float32, **s).bytes)[:3]
+    for seed in range(200):
+        dtype, size = dtypes[seed % len(dtypes)], sizes[seed % len(sizes)]
+        ratio = error_over_allowed(rung.fn, problem, dtype, seed, **size)
+        assert ratio <= 1, (seed, dtype, size, ratio)
+
+
+@pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
+def test_rung_compiles_for_every_architecture(ladder, rung):
+    from labkit.compile import ALL_ARCHS, compiles
+
+    assert tuple(compiles(rung, ladder.problem_of(rung))) == tuple(ALL_ARCHS)
+
+
+@pytest.mark.parametrize(("ladder", "exercise", "mutant"), MUTANTS, ids=ids(MUTANTS))
+def test_mutant_is_rejected_with_its_class(ladder, exercise, mutant):
+    rung = ladder.rung(exercise.rung_name)
+    with pytest.raises(lab.CheckFailed) as caught:
+        lab.check(exercise.mutant(mutant.name, rung), ladder.problem_of(rung), gates=exercise.gates)
+    assert caught.value.bug == mutant.bug, str(caught.value)
+
+
+@pytest.mark.parametrize(("ladder", "exercise"), EXERCISES, ids=ids(EXERCISES))
+def test_exercise_has_hints_and_mutants_of_known_classes(ladder, exercise):
+    problem = ladder.problem_of(ladder.rung(exercise.rung_name))
+    known = set(lab.BUGS) | set(problem.suspects) | {p.bug for p in problem.properties}
+    assert len(exercise.hints) >= 2
+    assert all(hint.strip() for hint in exercise.hints)
+    assert len(exercise.mutants) >= 4
+    assert {m.bug for m in exercise.mutants} <= known
+
+
+@pytest.mark.parametrize(("ladder", "exercise"), EXERCISES, ids=ids(EXERCISES))
+def test_skeleton_is_the_solution_without_its_body(ladder, exercise):
+    module = importlib.import_module(f"solutions.{ladder.slug}")
+    whole, bare = definition(module, exercise.function), skeleton(module, exercise.function)
+    head, _, marker = bare.rpartition("\n")
+    assert whole.startswith(head)
+    assert "lab.todo(" in marker
+    assert len(bare) < len(whole)
+
+
+@pytest.mark.parametrize(("ladder", "exercise"), EXERCISES, ids=ids(EXERCISES))
+def test_attempt_goes_through_its_three_states(ladder, exercise, monkeypatch):
+    rung = ladder.rung(exercise.rung_name)
+    monkeypatch.setenv("LABKIT_MODE", "learner")
+    attempt = ladder.exercise(exercise.rung_name)
+
+    def untouched(*args):
+        lab.todo("about 5 lines")
+
+    assert attempt.check(untouched).state == "⚪"
+    assert attempt.kernel is rung.fn
+    with pytest.raises(lab.CheckFailed):
+        attempt.check(exercise.mutant(exercise.mutants[0].name, rung))
+    assert attempt.state == "🔴"
+    if not lab.SIMULATED or rung.simulates:
+        assert attempt.check(rung.fn).state == "🟢"
+        assert attempt.whose == "yours"
+    monkeypatch.setenv("LABKIT_MODE", "strict")
+    with pytest.raises(lab.CheckFailed, match="not attempted"):
+        attempt.check(untouched)
+    monkeypatch.setenv("LABKIT_MODE", f"mutant:{exercise.mutants[0].name}")
+    with pytest.raises(lab.CheckFailed):
+        attempt.check(untouched)
+
+
+@pytest.mark.parametrize(("ladder", "problem"), PROBLEMS, ids=ids(PROBLEMS))
+def test_op_is_exported_and_registered(ladder, problem):
+    module = importlib.import_module(f"solutions.{ladder.slug}")
+    op = getattr(module, problem.name)
+    last = [r for r in ladder if ladder.problem_of(r) is problem][-1]
+    assert op is last.fn
+    registered = getattr(torch.ops.kernel_ladder, problem.name).default
+    inputs = problem.inputs(torch.float32, **problem.test_sizes[-1])
+    with torch.no_grad():
+        torch.library.opcheck(
+            registered, inputs, test_utils=("test_schema", "test_faketensor")
+        )
+    got, wanted = lab.outputs(registered(*inputs)), lab.outputs(op(*inputs))
+    assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
+def test_bad_input_is_named(ladder, rung):
+    problem = ladder.problem_of(rung)
+    good = problem.inputs(torch.float32, **problem.test_sizes[-1])
+    names = list(inspect.signature(rung.fn).parameters)
+    for i, value in enumerate(good):
+        if not isinstance(value, torch.Tensor):
+            continue
+        bad_values = [
+            (value.to(torch.float64), names[i]),  # wrong dtype
+            (value[None], "shape|dim|rank"),  # wrong rank
+            (value.tolist(), names[i]),  # not a tensor
+        ]
+        if value.shape[-1] > 1:
+            bad_values.append((value[..., :-1].contiguous(), names[i]))  # mismatched size
+        if not lab.SIMULATED:
+            bad_values.append((value.cpu(), names[i]))  # mixed devices
+        for bad, words in bad_values:
+            args = [*good[:i], bad, *good[i + 1 :]]
+            if isinstance(bad, torch.Tensor) and len(good) == 1:
+                continue
+            with pytest.raises((TypeError, ValueError), match=words):
+                rung.fn(*args)
+    if "eps" in names:
+        for eps in (0.0, -1e-6):
+            with pytest.raises(ValueError, match=f"eps.*{eps}"):
+                rung.fn(*good, eps)
+
+
+@pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
+def test_rung_states_its_idea_in_one_line(ladder, rung):
+    assert 20 <= len(rung.idea) <= 95
+    kinds = {k.kind for k in kernels_of(rung.fn)}
+    assert rung.kind in kinds
+
+
+@pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("ladder", "problem"), PROBLEMS, ids=ids(PROBLEMS))
+def test_op_survives_compile_and_graph_capture(ladder, problem):
+    op = getattr(torch.ops.kernel_ladder, problem.name)
+    inputs = problem.inputs(torch.bfloat16, **problem.test_sizes[-1])
+    compiled = torch.compile(lambda *a: op(*a), fullgraph=True)
+    for got, want in zip(lab.outputs(compiled(*inputs)), lab.outputs(op(*inputs)), strict=True):
+        assert torch.equal(got, want)
+    plain = getattr(importlib.import_module(f"solutions.{ladder.slug}"), problem.name)
+    plain(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = lab.outputs(plain(*inputs))
+    fresh = problem.inputs(torch.bfloat16, seed=7, **problem.test_sizes[-1])
+    for old, new in zip(inputs, fresh, strict=True):
+        if isinstance(old, torch.Tensor):
+            old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, lab.outputs(plain(*fresh)), strict=True):
+        assert torch.equal(got, want)
