@@ -27,15 +27,16 @@ $(READY): pyproject.toml
 	  '$(PYTHON)' -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
 	    echo "The lab needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is $$('$(PYTHON)' --version 2>&1 | head -n 1)."; \
 	    echo "Name another one:  make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12"; exit 1; }; \
-	  '$(PYTHON)' -m venv '$(VENV)' || { rm -rf '$(VENV)'; \
+	  '$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "Python's venv module is missing. On Debian and Ubuntu:  sudo apt install python3-venv"; exit 1; }; \
+	  '$(PYTHON)' -m venv '$(VENV)' || exit 1; \
 	fi
 	@echo '== Set-up: installing into $(VENV). Once, 2 to 15 minutes: PyTorch for CUDA is a download of some GB.'
 	@'$(BIN)/python' -m pip install -qq --disable-pip-version-check -e '.[all]' || { \
 	  echo "The installation failed (pip's message is above). Run the same command again to retry."; exit 1; }
 	@touch '$@'
 
-# The stamp is the last step, so that the page tests take only a whole build of these sources for theirs.
+# .complete comes last: tests/test_book.py reads this build only if it finished and no source is newer.
 book: $(READY)
 	@echo '== Building the book (under a minute)'
 	@rm -rf _build

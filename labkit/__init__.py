@@ -1,12 +1,11 @@
 """labkit: timing, correctness and plotting for The Kernel Ladder. Import it first."""
 
-from labkit.device import DEVICE, SIMULATED, stream  # first: it starts the simulators
-
 from labkit.args import FLOATS, check_contiguous, check_tensors
 from labkit.bench import bench
 from labkit.check import CheckFailed, Verdict, check
 from labkit.compare import compare
 from labkit.compile import compile_card, cuda_kernel
+from labkit.device import DEVICE, SIMULATED, stream  # first: it starts the simulators
 from labkit.diagnose import BUGS
 from labkit.exercise import Exercise, Mutant
 from labkit.ladder import Ladder, Rung, find

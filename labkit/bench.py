@@ -2,27 +2,30 @@
 
 Before each timed call a buffer larger than L2 is read. That does two things: the call finds none
 of its data in the cache, and the GPU is still busy while the host prepares the launch, so the gap
-between launches is never timed. It is read, not written: dirty lines would have to be written back
+between launches is never timed; `interleaved` makes sure of it. The buffer is read, not written: dirty lines would have to be written back
 during the timed call. A simulator is never timed: there, `bench` shows the recorded number.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from functools import cache
-
-import torch
-
 from labkit.check import dtype_name, error_over_allowed
 from labkit.device import DEVICE, SIMULATED
 from labkit.ladder import Rung, find
 from labkit.problem import Problem, Work
-from labkit.results import Timing, own_results
+from labkit.results import Timing, results
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+
+import torch
 
 RUNS = 100
 FLUSH_BYTES = 512 << 20  # several times the largest L2
+COPY_BELOW = 64 << 20  # bytes
+MAX_BACKLOG = 20  # flushes in front of one call: 2 ms, more than any launcher needs
+READ_BLOCK = 8192  # floats that a program of the read ceiling sums
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 
 
@@ -47,7 +50,7 @@ def bench(
     dtype, size = dtype or problem.dtypes[0], dict(size or problem.bench_size)
     if SIMULATED:
         ladder, _ = find(problem.name)
-        return own_results(ladder.slug).timing(rung.name, dtype_name(dtype), **size)
+        return results(ladder.slug).timing(rung.name, dtype_name(dtype), **size)
     return measure({rung.name: (rung.kind, rung.fn)}, problem, dtype, size, runs)[0]
 
 
@@ -70,7 +73,13 @@ def measure(
     }
     torch.cuda.empty_cache()
     peaks = {name: _peak_memory(fn, inputs) for name, (_, fn) in versions.items()}
-    times = interleaved({name: lambda fn=fn: fn(*inputs) for name, (_, fn) in versions.items()}, runs)
+    inputs = problem.inputs(dtype, **size)
+    # Peers get copies of their own, since some work in place. At small sizes every version does:
+    # where its inputs lie in memory would otherwise decide half a microsecond.
+    copied = {n for n, (kind, _) in versions.items() if kind == "peer" or work.bytes < COPY_BELOW}
+    copies = {n: tuple(map(_copy, inputs)) for n in copied}
+    calls = {n: partial(fn, *copies.get(n, inputs)) for n, (_, fn) in versions.items()}
+    times = interleaved(calls, runs)
     source = f"measured on {DEVICE.name}, {time.strftime('%Y-%m-%d')}"
     timings = []
     for name, (kind, _) in versions.items():
@@ -98,34 +107,40 @@ def measure(
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], runs: int = RUNS) -> dict[str, list]:
-    """Seconds of `runs` calls of each function, one of each per round. Needs a GPU."""
+    """Seconds of `runs` calls of each function, one of each per round. Needs a GPU.
+
+    A run counts only if the GPU had not reached its start when the host had enqueued its end:
+    then no wait for the host is in it. Where that fails, the function gets a longer backlog.
+    """
     flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
-    backlog = {}
-    for name, call in calls.items():
+    for call in calls.values():
         for _ in range(3):
             call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        host = time.perf_counter() - start
-        torch.cuda.synchronize()
-        # One flush keeps the GPU busy for about 100 µs; slow launchers need more of a backlog.
-        backlog[name] = 1 + min(20, int(host / 60e-6))
+    torch.cuda.synchronize()
+    backlog = dict.fromkeys(calls, 1)  # flushes, of some 100 µs each, in front of a call
     events = {name: [] for name in calls}
     for _ in range(runs):
         for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(backlog[name]):
-                flush.sum()
-            start.record()
-            call()
-            end.record()
+            for _ in range(MAX_BACKLOG):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                for _ in range(backlog[name]):
+                    flush.sum()
+                start.record()
+                call()
+                end.record()
+                if not start.query():
+                    break
+                backlog[name] = min(backlog[name] + 1, MAX_BACKLOG)
             events[name].append((start, end))
         torch.cuda.synchronize()
     return {
         name: [start.elapsed_time(end) * 1e-3 for start, end in pairs]
         for name, pairs in events.items()
     }
+
+
+def _copy(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _peak_memory(fn: Callable, inputs: tuple) -> int:
@@ -180,12 +195,10 @@ def _streams():
     import triton.language as tl
 
     @triton.jit
-    def read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-        """Each program sums every grid-th block of x; the store only keeps the loads alive."""
-        acc = tl.zeros((BLOCK,), tl.float32)
-        for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-            acc += tl.load(x_ptr + start + tl.arange(0, BLOCK))
-        tl.store(out_ptr + tl.program_id(0), tl.sum(acc))
+    def read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+        """Program pid sums block pid of x; the store only keeps the loads alive."""
+        pid = tl.program_id(0).to(tl.int64)
+        tl.store(out_ptr + pid, tl.sum(tl.load(x_ptr + pid * BLOCK + tl.arange(0, BLOCK))))
 
     @triton.jit
     def empty_kernel():
@@ -195,9 +208,10 @@ def _streams():
 
 
 def _read(x: torch.Tensor) -> torch.Tensor:
-    programs = 8 * DEVICE.sms
+    # Eight 16-byte loads a thread: 64 KiB in flight on an SM is what a full read rate needs.
+    programs = x.numel() // READ_BLOCK
     out = torch.empty(programs, device=x.device)
-    _streams()[0][(programs,)](x, out, x.numel(), BLOCK=4096, num_warps=8)
+    _streams()[0][(programs,)](x, out, BLOCK=READ_BLOCK, num_warps=8)
     return out
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import labkit as lab
+from labkit.results import REFERENCE, RESULTS, ROOT
+
 import argparse
 import importlib.util
 import os
@@ -12,9 +15,6 @@ import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import labkit as lab
-from labkit.results import REFERENCE, RESULTS, ROOT
 
 TIMEOUT = 300  # seconds a reader's kernel may take in `lab check` and `lab compare`
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         p = commands.add_parser(name, help=what)
         p.add_argument("operation", help="for instance rms_norm")
         p.add_argument("kernel", help="FILE.py:NAME" if name != "bench" else "FILE.py:NAME or rung")
-        p.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds (default %(default)s)")
+        p.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds, %(default)s")
         p.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
         if name == "compare":
             p.add_argument("--diff", action="store_true", help="show the source diff too")
@@ -108,7 +108,8 @@ def load(spec: str):
         fn = getattr(module, name)
     except AttributeError:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise Fault(f"{path} has no {name!r}; it defines: {', '.join(names) or 'nothing'}") from None
+        defined = ", ".join(names) or "nothing"
+        raise Fault(f"{path} has no {name!r}; it defines: {defined}") from None
     if not callable(fn):
         raise Fault(f"{path}:{name} is a {type(fn).__name__}, not a function")
     return fn
@@ -170,7 +171,7 @@ def _inner(options) -> int:
         return 0
     except lab.CheckFailed as failure:
         raise Fault(str(failure)) from None
-    except KeyError as why:
+    except (KeyError, FileNotFoundError) as why:
         raise Fault(f"no recorded number: {why.args[0]}") from None
 
 
@@ -212,8 +213,18 @@ def _gpu_tests(slug: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-k", slug, "tests/test_solutions.py"]
-            + [f"--junitxml={report}", "-p", "no:cacheprovider"],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-k",
+                slug,
+                "tests/test_solutions.py",
+                f"--junitxml={report}",
+                "-p",
+                "no:cacheprovider",
+            ],
             cwd=ROOT,
         )
         suite = ET.parse(report).getroot().find("testsuite").attrib

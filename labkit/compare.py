@@ -1,6 +1,14 @@
-"""Compare a kernel with the solution: right or not and why, how fast, how much traffic, what code."""
+"""Compare a kernel with the solution: is it right, how fast, how much traffic, what code."""
 
 from __future__ import annotations
+
+from labkit.check import CheckFailed, Verdict, check, error_over_allowed
+from labkit.device import DEVICE, SIMULATED
+from labkit.ladder import Ladder, Rung, find
+from labkit.launch import kernels_of
+from labkit.notebook import Table
+from labkit.problem import Problem
+from labkit.results import percent, rate
 
 import difflib
 import inspect
@@ -10,14 +18,6 @@ from dataclasses import dataclass
 from html import escape
 
 import torch
-
-from labkit.check import CheckFailed, Verdict, check, dtype_name, error_over_allowed
-from labkit.device import DEVICE, SIMULATED
-from labkit.ladder import Ladder, Rung, find
-from labkit.launch import kernels_of
-from labkit.notebook import Table
-from labkit.problem import Problem
-from labkit.results import percent, rate
 
 COLUMNS_GPU = ("", "verdict", "error/allowed", "time", "useful bandwidth", "% of ceiling")
 COLUMNS_SIM = ("", "verdict", "error/allowed", "traffic", "× ledger")
@@ -87,8 +87,10 @@ def compare(
     rows = []
     for who, version in versions.items():
         state = _state(verdict) if who == "mine" else _checked(version, problem)
-        cells = _gpu_cells(measured.get(who)) if not SIMULATED else (
-            _simulated_cells(version, problem, dtype, size, state)
+        cells = (
+            _gpu_cells(measured.get(who))
+            if not SIMULATED
+            else (_simulated_cells(version, problem, dtype, size, state))
         )
         rows.append((who, state, *cells, *_code_cells(version, problem, size)))
     for name, timing in measured.items():
@@ -206,7 +208,7 @@ def _source(fn: Callable) -> list[str]:
     lines = []
     for function in functions:
         try:
-            lines += inspect.getsource(function).rstrip().splitlines() + [""]
+            lines += [*inspect.getsource(function).rstrip().splitlines(), ""]
         except (OSError, TypeError):
             lines += [f"# no source for {getattr(function, '__name__', function)!r}", ""]
     return lines

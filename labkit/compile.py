@@ -409,6 +409,7 @@ _ACCESSES = (  # generic LD and ST are what is left when the compiler cannot tel
 COUNTED = re.compile(
     "LDSM|STSM|UBLKCP|UTMALDG|UTMASTG|[HIQOD]MMA|[HIQ]GMMA|UTC[A-Z]*MMA|MUFU|ATOM[GS]?|REDG?|SHFL|BAR"
 )
+MODERATE = 1 << 28  # bytes
 MEMORY = {name for _, names in _ACCESSES for name in names}
 
 
@@ -420,7 +421,8 @@ def compile_card(fn, problem=None, *, dtype=None, archs=ARCHS, **size) -> Compil
     """Compile every kernel that `fn(*problem.inputs(dtype, **size))` launches, without a GPU.
 
     `fn` is a launcher or a Rung (whose own problem is the default). `dtype` defaults to bfloat16,
-    or the problem's first dtype where it has no bfloat16; `size` to the problem's bench_size.
+    or the problem's first dtype where it has no bfloat16; `size` to the largest benchmarked size
+    that moves at most 256 MiB.
 
     An architecture that a kernel does not compile for shows its compiler's message.
     CompileError when a kernel compiles for none, ValueError when `fn` launches nothing.
@@ -455,13 +457,21 @@ def _compile(fn, problem, dtype, archs, size: dict, read: bool) -> tuple[str, tu
     if dtype is None:
         known = getattr(fn, "dtypes", None) or problem.dtypes
         dtype = torch.bfloat16 if torch.bfloat16 in known else known[0]
-    inputs = _describe(problem.inputs(dtype, **(size or problem.bench_size)))
+    inputs = _describe(problem.inputs(dtype, **(size or _moderate(problem, dtype))))
     text, name = portable(fn)
     request = {"text": text, "name": name, "inputs": inputs, "path": _path(), "read": read}
     kernels = _in_a_worker(json.dumps(request | {"archs": list(archs)}), _sources(text))
     if not kernels:
         raise ValueError(f"{name} launched no kernel")
     return name, kernels
+
+
+def _moderate(problem, dtype) -> dict:
+    """The largest benchmarked size whose inputs are quickly drawn."""
+    sizes = (problem.bench_size, *problem.sweep, problem.test_sizes[-1])
+    cost = {i: problem.work(dtype, **s).bytes for i, s in enumerate(sizes)}
+    fitting = [i for i in cost if cost[i] <= MODERATE] or [len(sizes) - 1]
+    return dict(sizes[max(fitting, key=cost.get)])
 
 
 def _describe(value):

@@ -32,6 +32,7 @@ BUGS = {
     "uninitialised shared memory": "shared memory is read before anything wrote it",
     "local index used for global": "a thread's index in its block is used as its global index",
     "lost update": "threads read, change and write the same address without an atomic",
+    "race between threads": "two threads use the same address with no barrier between them",
     "race between blocks": "two blocks use the same address, and at least one writes",
     "low-precision accumulator": "the sum is carried in too few bits",
     "wrong cast order": "values are rounded to the narrow type at another place than in the truth",
@@ -80,7 +81,7 @@ def error(got: torch.Tensor, truth: torch.Tensor) -> float:
 
 def wrong_form(case: Case, got: tuple) -> tuple[str, str] | None:
     """A result of the wrong kind: not tensors, or another count, shape, dtype or device."""
-    like = [t for t in case.inputs if isinstance(t, torch.Tensor)][0]
+    like = next(t for t in case.inputs if isinstance(t, torch.Tensor))
     if not all(isinstance(g, torch.Tensor) for g in got) or len(got) != len(case.truth):
         kinds = ", ".join(type(g).__name__ for g in got)
         return "wrong shape", f"it returned ({kinds}); wanted {len(case.truth)} tensor(s)"
@@ -94,6 +95,20 @@ def wrong_form(case: Case, got: tuple) -> tuple[str, str] | None:
         if g.device.type != like.device.type:
             return "wrong device", f"output {i} is on {g.device}; wanted {like.device}"
     return None
+
+
+def lens_bug(report) -> tuple[str, str] | None:
+    """The lens's first finding as a class of ours, and its text."""
+    if not report.findings:
+        return None
+    first = report.findings[0]
+    bug = first.bug
+    if bug.startswith("out-of-bounds") and first.count > 1:
+        bug = "missing tail guard"  # one stray access is an index; many are threads too many
+    same_line = first.line == first.other_line and first.example.count("writes") == 2
+    if bug.startswith("race between") and same_line:
+        bug = "local index used for global"  # two blocks write one output: its index lacks a block
+    return bug, str(first)
 
 
 def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:

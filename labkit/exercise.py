@@ -84,7 +84,7 @@ class Attempt:
 
     @property
     def whose(self) -> str:
-        """ "yours" or "the solution's": a legend for plots and tables."""
+        """Whose kernel it is, for legends: "yours" or "the solution's"."""
         return "yours" if self.state == "🟢" else "the solution's"
 
     def check(self, fn: Callable) -> Verdict:
@@ -158,4 +158,3 @@ def define(source: str, namespace: dict, label: str) -> dict:
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), namespace)
     return namespace
-

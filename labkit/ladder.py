@@ -84,7 +84,7 @@ class Ladder:
                 return rung
         raise ValueError(f"rung name={name!r} is not one of: {[r.name for r in self.rungs]}")
 
-    def exercise(self, rung_name: str) -> "Attempt":
+    def exercise(self, rung_name: str) -> object:
         """Start the exercise on this rung."""
         from labkit.exercise import Attempt
 
@@ -95,11 +95,14 @@ class Ladder:
         known = [e.rung_name for e in self.exercises]
         raise ValueError(f"exercise rung_name={rung_name!r} is not one of: {known}")
 
-    def table(self) -> Table:
-        """Every rung, the library and the peers at `bench_size`, from the recorded results."""
-        from labkit.results import microseconds, own_results, percent, rate
+    def table(self, device: str | None = None) -> Table:
+        """Every rung, the library and the peers at `bench_size`, from the recorded results.
 
-        measured, rows = own_results(self.slug), []
+        `device` is a folder of book/results; by default the one that the text quotes.
+        """
+        from labkit.results import microseconds, percent, rate, results
+
+        measured, rows = results(self.slug, device), []
         numbers = {r.name: (str(n), r.idea) for n, r in enumerate(self.rungs, 1)}
         for problem in self.problems:
             dtype, size = str(problem.dtypes[0]).removeprefix("torch."), dict(problem.bench_size)
@@ -121,15 +124,18 @@ class Ladder:
         columns = ("rung", "name", "kind", "idea", "time", "useful bandwidth", "% of ceiling")
         return Table(columns, tuple(rows))
 
-    def plot(self, chart: str = "ladder", problem: Problem | None = None) -> object:
+    def plot(
+        self, chart: str = "ladder", problem: Problem | None = None, device: str | None = None
+    ) -> object:
         """One of the four standard charts: "ladder", "sweep", "roofline" or "dtypes".
 
         `problem` picks one of several for "sweep" and "dtypes"; the last rung's by default.
+        `device` is as in `table`.
         """
         from labkit import plot
-        from labkit.results import own_results
+        from labkit.results import results
 
-        measured = own_results(self.slug)
+        measured = results(self.slug, device)
         problem = problem or self.problem_of(self.rungs[-1])
         charts = {
             "ladder": lambda: plot.ladder(self, measured),

@@ -48,6 +48,8 @@ def reached(fn: Callable) -> Iterator[object]:
         if id(value) in seen:
             continue
         seen.add(id(value))
+        if isinstance(value, dict):  # a kernel for each dtype, say
+            queue += [v for v in value.values() if as_kernel(v)]
         kernel = as_kernel(value)
         function = kernel.function if kernel else value
         if kernel or isinstance(function, FunctionType):
@@ -57,7 +59,8 @@ def reached(fn: Callable) -> Iterator[object]:
         # Follow names in the same module only: what it imports from elsewhere is not its own.
         for name in _names(function.__code__):
             other = function.__globals__.get(name)
-            if as_kernel(other) or getattr(other, "__module__", None) == function.__module__:
+            own = getattr(other, "__module__", None) == function.__module__
+            if own or as_kernel(other) or isinstance(other, dict):
                 queue.append(other)
         for cell in function.__closure__ or ():
             queue.append(cell.cell_contents)

@@ -11,7 +11,8 @@ What stands for the hardware, and where it is only a model:
 - Triton: a request is 32 consecutive elements of the tile, counted along its contiguous dimension:
   one element per lane. The compiler may give a lane 16 bytes: fewer and wider requests.
 - Two accesses are ordered by a barrier (one block), or by an atomic on one address that follows the
-  first and precedes the second. Memory fences are not checked.
+  first and precedes the second. Memory fences are not checked, nor the order of the operations of
+  one Triton program. Two writes of the same value count as a race.
 - Addresses count from the start of the allocation, which a GPU aligns to 256 bytes.
 """
 
@@ -38,7 +39,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["Access", "Finding", "LensReport", "LensUnavailable", "Use", "lens", "trace"]
+__all__ = [
+    "Access",
+    "Finding",
+    "LensReport",
+    "LensUnavailable",
+    "Use",
+    "lens",
+    "lens_picture",
+    "trace",
+]
 
 WARP = 32  # lanes of one request
 SECTOR = 32  # bytes: what one transaction between L2 and an SM moves
@@ -319,13 +329,15 @@ def _races(trace, launch, rows: Rows, address: np.ndarray, by: str, bug: str) ->
         at = at[np.lexsort((rows.pos[at], rows.epoch[at], who[at], cell[at]))]
         cells, first = np.unique(cell[at], return_index=True)
         ends[number] = cells, at[first], at[np.append(first[1:], len(at)) - 1]
+    atomic = np.flatnonzero(np.array([s.kind == "atomic" for s in trace.sites])[rows.site])
     clashes: dict[tuple, list] = {}
     for a, b in itertools.combinations_with_replacement(ends, 2):
         sites = trace.sites[a], trace.sites[b]
         if {s.kind for s in sites} in ({"read"}, {"atomic"}):
             continue
         pairs = _meetings(who, ends[a], ends[b])
-        pairs = [p for p in pairs if not _ordered(trace, rows, address, *p)]
+        if len(atomic):
+            pairs = [p for p in pairs if not _ordered(rows, address, atomic, *p)]
         if pairs:
             key = (trace.arrays[sites[0].array].name, *sorted({s.line for s in sites}))
             clashes.setdefault(key, []).append((sites, *pairs[0], len(pairs)))
@@ -335,11 +347,11 @@ def _races(trace, launch, rows: Rows, address: np.ndarray, by: str, bug: str) ->
         update = len(lines) == 1 and {"write"} in kinds and {"read", "write"} in kinds
         (one, two), i, j, _ = every[0]
         verbs = {"read": "reads", "write": "writes", "atomic": "updates"}
-        example = (
-            f"{launch.who(rows.block[i], rows.lane[i])} {verbs[one.kind]} "
-            f"{trace.arrays[one.array].element(rows.offset[i])}, "
-            f"{launch.who(rows.block[j], rows.lane[j])} {verbs[two.kind]} it"
-        )
+        where = trace.arrays[one.array].element(rows.offset[i])
+        first, second = (launch.who(rows.block[k], rows.lane[k]) for k in (i, j))
+        example = f"{first} {verbs[one.kind]} {where}, {second} {verbs[two.kind]} it"
+        if first == second:  # two elements of one Triton tile
+            example = f"{first} {verbs[two.kind]} {where} more than once in one operation"
         found.append(
             Finding("lost update" if update else bug, launch.kernel, name, one.line, one.text,
                     example, two.line, two.text, max(n for *_, n in every))
@@ -357,18 +369,19 @@ def _meetings(who: np.ndarray, a: tuple, b: tuple) -> list[tuple[int, int]]:
     return list(zip(one[differ].tolist(), two[differ].tolist(), strict=True))
 
 
-def _ordered(trace: Trace, rows: Rows, address: np.ndarray, one: int, two: int) -> bool:
-    """Whether an atomic on one address follows the first access and precedes the second."""
-    atomic = np.array([s.kind == "atomic" for s in trace.sites])[rows.site]
-    if not atomic.any():
-        return False
+def _ordered(rows: Rows, address: np.ndarray, atomic: np.ndarray, one: int, two: int) -> bool:
+    """Whether one of the `atomic` rows follows the first access and one precedes the second.
+
+    Both on one address: the second then waits for, or learns of, what the first did.
+    """
     first, second = sorted((one, two), key=lambda i: (rows.block[i], rows.lane[i]))
+    known = rows.where(atomic)
 
     def near(i: int, sign: int) -> np.ndarray:
-        later = sign * (rows.epoch - rows.epoch[i]) > 0
-        same = (rows.lane == rows.lane[i]) & (rows.epoch == rows.epoch[i])
-        same &= sign * (rows.pos - rows.pos[i]) > 0
-        return address[atomic & (rows.block == rows.block[i]) & (later | same)]
+        later = sign * (known.epoch - rows.epoch[i]) > 0
+        same = (known.lane == rows.lane[i]) & (known.epoch == rows.epoch[i])
+        same &= sign * (known.pos - rows.pos[i]) > 0
+        return address[atomic][(known.block == rows.block[i]) & (later | same)]
 
     return bool(np.intersect1d(near(first, 1), near(second, -1)).size)
 
@@ -490,12 +503,11 @@ class LensReport:
         return f"{what}: {'; '.join(self.launches)}" if what else "; ".join(self.launches)
 
     def _notes(self) -> list[str]:
-        ledger = [
-            f"{self.bytes:,} bytes loaded and stored, {self.ratio:.2f} times the ledger's "
-            f"{self.ledger_bytes:,}"
-            for _ in range(bool(self.ledger_bytes))
-        ]
-        return [*ledger, *([f"✗ {f}" for f in self.findings] or ["no findings"])]
+        notes = [f"✗ {f}" for f in self.findings] or ["no findings"]
+        if self.ledger_bytes:
+            moved = f"{self.bytes:,} bytes loaded and stored"
+            notes.insert(0, f"{moved}, {self.ratio:.2f} times the ledger's {self.ledger_bytes:,}")
+        return notes
 
     def __str__(self) -> str:
         """Title, tables, findings."""
@@ -547,7 +559,7 @@ def lens(
     `problem.inputs(dtype, seed, **size)`; without a size, the largest of `problem.test_sizes`.
     Keep it under about 2,000 threads: the simulator runs one OS thread for each.
 
-    On a GPU this runs in another process, under the simulators, on copies of the inputs.
+    It works on copies of the inputs. On a GPU it runs in another process, under the simulators.
 
     Errors: ValueError for a launcher of raw CUDA, or one that launches nothing, or when neither
     `problem` nor `inputs` is given; LensUnavailable where the simulators lack the hooks; what the
@@ -569,7 +581,7 @@ def lens(
             [str(dtype).removeprefix("torch."), *(f"{k}={v}" for k, v in size.items())]
         )
     run = _here if SIMULATED else _elsewhere
-    return replace(run(launcher, tuple(inputs)), name=name, setting=setting, ledger_bytes=ledger)
+    return replace(run(launcher, _copies(inputs)), name=name, setting=setting, ledger_bytes=ledger)
 
 
 def _here(launcher: Callable, inputs: tuple) -> LensReport:
@@ -594,7 +606,7 @@ def _elsewhere(launcher: Callable, inputs: tuple) -> LensReport:
     text, name = portable(launcher)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "under_the_lens.py").write_text(text)
-        torch.save((name, tuple(map(_on_cpu, inputs))), Path(folder) / "call.pt")
+        torch.save((name, inputs), Path(folder) / "call.pt")
         switches = {"LABKIT_DEVICE": "sim", "NUMBA_ENABLE_CUDASIM": "1", "TRITON_INTERPRET": "1"}
         path = os.pathsep.join([folder, *filter(None, sys.path)])
         child = subprocess.run(
@@ -628,13 +640,21 @@ def _child(folder: str) -> None:
     (Path(folder) / "report.pickle").write_bytes(answer)
 
 
-def _on_cpu(value):
-    """A copy on the CPU with the same strides and the same place in its allocation."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    storage = value.detach().untyped_storage().cpu()
-    copy = torch.empty(0, dtype=value.dtype)
-    return copy.set_(storage, value.storage_offset(), value.size(), value.stride())
+def _copies(inputs: tuple) -> tuple:
+    """Copies on the CPU: the same strides and places in their allocations, shared where shared."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.detach().untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.cpu() if value.is_cuda else storage.clone()
+        same = torch.empty(0, dtype=value.dtype)
+        there = storages[storage.data_ptr()]
+        return same.set_(there, value.storage_offset(), value.size(), value.stride())
+
+    return tuple(map(copy, inputs))
 
 
 # The picture --------------------------------------------------------------------------------------
@@ -652,7 +672,7 @@ def lens_picture(
     Returns a matplotlib Figure of 7 x 2.4 inches, or that of `ax`. ValueError when there is no such
     request.
     """
-    from matplotlib.figure import Figure
+    from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle
 
     lanes, itemsize = report.pattern(arg, kind, warp, request), report.requests[arg, kind][0]
@@ -686,7 +706,10 @@ def lens_picture(
             n: cells[o // SECTOR] + (o % SECTOR + itemsize / 2) / SECTOR for n, o in lanes.items()
         }
     scale = WARP / (max(cells.values()) + 1)
-    ax = ax or Figure(figsize=(7, 2.4), dpi=100).add_axes((0.02, 0.02, 0.96, 0.84))
+    if ax is None:
+        figure = plt.figure(figsize=(7, 2.4), dpi=100)
+        plt.close(figure)  # a notebook shows what is returned; pyplot must not show it again
+        ax = figure.add_axes((0.02, 0.02, 0.96, 0.84))
     for cell, x in cells.items():
         color = ORANGE if cell in filled else "white"
         ax.add_patch(

@@ -1,9 +1,6 @@
-"""Pages of the book that are generated: the scorecard from results, the bug gallery from mutants."""
+"""Generated pages of the book: the scorecard from results, the bug gallery from mutants."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 from labkit import plot
 from labkit.check import CheckFailed, check
@@ -11,6 +8,9 @@ from labkit.diagnose import BUGS
 from labkit.ladder import Ladder, ladders
 from labkit.problem import Problem
 from labkit.results import ROOT, Results, Timing, microseconds, percent, rate, results
+
+import re
+from pathlib import Path
 
 BOOK = ROOT / "book"
 README = ROOT / "README.md"
@@ -58,11 +58,18 @@ def scorecard_table() -> str:
     ]
     for problem, mine, peer in best_rows():
         size = ", ".join(f"{k}={v:,}" for k, v in mine.size.items())
-        lines.append(
-            f"| {problem.name} | {size} | {mine.dtype} | `{mine.rung}` | {microseconds(mine.p50_s)} "
-            f"| {rate(mine.bandwidth)} | {percent(mine.fraction_of_ceiling)} | {peer.rung} "
-            f"| {microseconds(peer.p50_s)} |"
+        cells = (
+            problem.name,
+            size,
+            mine.dtype,
+            f"`{mine.rung}`",
+            microseconds(mine.p50_s),
+            rate(mine.bandwidth),
+            percent(mine.fraction_of_ceiling),
+            peer.rung,
+            microseconds(peer.p50_s),
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -90,7 +97,7 @@ Each line is the last rung of one ladder at the size its chapter times, against 
 library, `torch.compile` and the other packages measured in the same run. Measured on {ran}.
 
 ```{{image}} _static/scorecard.png
-:alt: One bar for each operation: the share of the measured ceiling its last rung reaches, with a mark for the fastest peer.
+:alt: For each operation a bar, the share of the ceiling reached, and a mark, the fastest peer.
 :width: 100%
 ```
 

@@ -7,13 +7,14 @@ which a notebook shows as a PNG.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass
-
+from labkit.check import listed
 from labkit.ladder import Ladder
 from labkit.problem import Problem
 from labkit.results import Results, Timing, microseconds, percent
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 WIDTH, HEIGHT = 7.0, 3.2  # inches, at 100 dots each: small files, readable on a phone
 ACCENT, RUNG, GREY, CEILING = "#c2410c", "#1d4ed8", "#6b7280", "#111827"
@@ -77,15 +78,13 @@ def ladder(chapter: Ladder, results: Results) -> Picture:
     for problem in chapter.problems:
         rows += _at(results, problem, _dtype(problem), dict(problem.bench_size))
     last = chapter.rungs[-1].name
-    first, final = (
-        next(t for t in rows if t.rung == chapter.rungs[i].name) for i in (0, -1)
-    )
+    first, final = (next(t for t in rows if t.rung == chapter.rungs[i].name) for i in (0, -1))
     title = (
         f"{final.rung} reaches {percent(final.fraction_of_ceiling)} of the ceiling, "
         f"{first.rung} {percent(first.fraction_of_ceiling)}"
     )
     figure, axes = new(title, 0.8 + 0.26 * len(rows))
-    labels = [t.rung if t.kind not in ("library", "peer") else f"{t.rung}" for t in rows]
+    labels = [t.rung for t in rows]
     axes.barh(
         range(len(rows)), [t.bandwidth / 1e12 for t in rows], color=[_color(t, last) for t in rows]
     )
@@ -122,7 +121,8 @@ def sweep(problem: Problem, results: Results, names: Sequence[str] = ()) -> Pict
     figure, axes = new(title)
     ends = []
     for name in peers + names:
-        line = sorted((t for t in rows if t.rung == name), key=lambda t: _bytes(rows, tuple(t.size.items())))
+        line = [t for t in rows if t.rung == name]
+        line.sort(key=lambda t: sizes.index(tuple(t.size.items())))
         xs = [sizes.index(tuple(t.size.items())) for t in line]
         ys = [100 * t.fraction_of_ceiling for t in line]
         mine = name in names
@@ -134,7 +134,8 @@ def sweep(problem: Problem, results: Results, names: Sequence[str] = ()) -> Pict
     axes.axhline(100, color=CEILING, lw=1, ls="--")
     axes.set_xlim(-0.3, len(sizes) + 2.2)
     axes.set_ylim(0, max(105, axes.get_ylim()[1]))
-    axes.set_xticks(range(len(sizes)), ["×".join(_short(v) for _, v in s) for s in sizes], rotation=40, ha="right")
+    ticks = ["×".join(_short(v) for _, v in s) for s in sizes]
+    axes.set_xticks(range(len(sizes)), ticks, rotation=40, ha="right")
     axes.set_ylabel("% of the ceiling", fontsize=8)
     axes.set_xlabel(f"{' × '.join(k for k, _ in sizes[0])} ({dtype})", fontsize=8)
     return Picture(figure, title)
@@ -180,16 +181,18 @@ def roofline(chapter: Ladder, results: Results) -> Picture:
     figure, axes = new(title)
     xs = [intensity / 8, ridge, ridge * 8]
     axes.plot(xs, [min(peak, copy * x) / 1e12 for x in xs], color=CEILING, lw=1)
-    axes.text(ridge * 8, peak / 1e12, f"{peak / 1e12:.0f} TFLOP/s", ha="right", va="bottom", fontsize=8)
+    label = f"{peak / 1e12:.0f} TFLOP/s"
+    axes.text(ridge * 8, peak / 1e12, label, ha="right", va="bottom", fontsize=8)
     middle = (intensity * ridge) ** 0.5
-    axes.text(middle, copy * middle / 1e12 * 1.4, f"copy {copy / 1e12:.2f} TB/s", ha="right", fontsize=8)
+    label = f"copy {copy / 1e12:.2f} TB/s"
+    axes.text(middle, copy * middle / 1e12 * 1.4, label, ha="right", fontsize=8)
     last = chapter.rungs[-1].name
     for t in rows:
         x, y = t.flops / t.bytes, t.flops / t.p50_s / 1e12
         axes.plot([x], [y], "o", color=_color(t, last), ms=5)
-    marks = sorted(((t.flops / t.p50_s / 1e12, t.rung, _color(t, last), t.flops / t.bytes) for t in rows))
     floor = 0.0
-    for y, name, color, x in marks:
+    for t in sorted(rows, key=lambda t: t.flops / t.p50_s):
+        x, y, name, color = t.flops / t.bytes, t.flops / t.p50_s / 1e12, t.rung, _color(t, last)
         at = max(y, floor * 1.55)
         floor = at
         axes.annotate(name, (x, y), (x * 1.5, at), color=color, fontsize=8, va="center",
@@ -209,23 +212,22 @@ def dtypes(problem: Problem, results: Results) -> Picture:
     labels = list(dict.fromkeys(t.rung for ts in groups.values() for t in ts))
     last = [t.rung for t in groups[names[0]] if t.kind not in ("library", "peer")][-1]
     low = min(t.fraction_of_ceiling for ts in groups.values() for t in ts if t.rung == last)
-    title = f"{last}: at least {percent(low)} of the ceiling in {' and '.join([', '.join(names[:-1])] * (len(names) > 1) + names[-1:])}"
+    title = f"{last}: at least {percent(low)} of the ceiling in {listed(names)}"
     figure, axes = new(title, 0.9 + 0.24 * len(labels))
     marks = {0: "o", 1: "s", 2: "D", 3: "^"}
-    ends = []
     for j, name in enumerate(names):
         for t in groups[name]:
             i = labels.index(t.rung)
             axes.plot([100 * t.fraction_of_ceiling], [i], marks[j], color=_color(t, last),
                       ms=6, mfc="white" if j else _color(t, last))  # fmt: skip
-        ends.append((marks[j], name))
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.axvline(100, color=CEILING, lw=1, ls="--")
     axes.set_xlim(0, max(105, axes.get_xlim()[1]))
     axes.grid(axis="y", lw=0.3)
     key = "   ".join(f"{symbol} {name}" for symbol, name in zip("●□◇△", names, strict=False))
-    axes.set_xlabel(f"% of the ceiling ({', '.join(f'{k}={v:,}' for k, v in size.items())});   {key}", fontsize=8)
+    shape = ", ".join(f"{k}={v:,}" for k, v in size.items())
+    axes.set_xlabel(f"% of the ceiling ({shape});   {key}", fontsize=8)
     return Picture(figure, title)
 
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from labkit.bench import COMPILE_MODE, ceilings, interleaved, measure
+from labkit.check import dtype_name
+from labkit.device import DEVICE, SIMULATED
+from labkit.ladder import Ladder
+from labkit.problem import Problem
+from labkit.results import RESULTS, ROOT, Results, microseconds, save
+
 import os
 import platform
 import subprocess
@@ -12,13 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-
-from labkit.bench import COMPILE_MODE, ceilings, interleaved, measure
-from labkit.check import dtype_name
-from labkit.device import DEVICE, SIMULATED
-from labkit.ladder import Ladder
-from labkit.problem import Problem
-from labkit.results import RESULTS, ROOT, Results, microseconds, save
 
 PACKAGES = ("torch", "triton", "numba", "numba-cuda", "cuda-core", "numpy")
 PEERS = ("liger-kernel", "flashinfer-python", "cupy-cuda13x")

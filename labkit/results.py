@@ -1,4 +1,4 @@
-"""Measured numbers as data: `book/results/<device>/<slug>.json`, read by tables, prose and plots."""
+"""Measured numbers as data: `book/results/<device>/<slug>.json`, for tables, prose, plots."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-
-from labkit.device import DEVICE, SIMULATED
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "book" / "results"
@@ -52,7 +50,7 @@ class Timing:
         size = ", ".join(f"{k}={v:,}" for k, v in self.size.items())
         return (
             f"{self.rung}, {self.dtype}, {size}: {microseconds(self.p50_s)} "
-            f"(quartiles {self.p25_s * 1e6:.4g} to {self.p75_s * 1e6:.4g}), "
+            f"(quartiles {microseconds(self.p25_s)} to {microseconds(self.p75_s)}), "
             f"{rate(self.bandwidth)} useful, {percent(self.fraction_of_ceiling)} of the ceiling\n"
             f"   {self.source}"
         )
@@ -146,12 +144,6 @@ def results(slug: str, device: str | None = None) -> Results:
     if not path.exists():
         raise FileNotFoundError(f"no results for slug={slug!r} on device={path.parent.name!r}")
     return _load(path, path.stat().st_mtime_ns)
-
-
-def own_results(slug: str) -> Results:
-    """This device's results if it recorded any, else those the text quotes."""
-    own = not SIMULATED and (RESULTS / DEVICE.slug / f"{slug}.json").exists()
-    return results(slug, DEVICE.slug if own else None)
 
 
 @cache

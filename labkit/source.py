@@ -82,8 +82,7 @@ class _Writer:
             return f"from {module} import {there}" + (f" as {name}" if there != name else "")
         if _is_cuda_kernel(obj):
             options = f", options={obj.options!r}" if obj.options else ""
-            made = f"{name} = cuda_kernel({obj.source!r}, {obj.name!r}{options})"
-            return f"from labkit.compile import cuda_kernel\n{made}"
+            return f"{name} = lab.cuda_kernel({obj.source!r}, {obj.name!r}{options})"
         inner = python_function(obj)
         if isinstance(inner, (types.FunctionType, type)):
             text = self._source(name, inner)

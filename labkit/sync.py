@@ -1,19 +1,19 @@
-"""Notebook cells from the solutions: one source for every kernel. `python -m labkit.sync [--check]`.
+"""Notebook cells from the solutions, the one source: `python -m labkit.sync [--check]`.
 
 A code cell's metadata says what it shows of its chapter's solutions module:
 
-    {"labkit": {"show": ["rms_norm_naive_kernel", "rms_norm_naive"]}}   the definitions, whole
-    {"labkit": {"exercise": "rms_norm_tiled_kernel"}}                    signature and docstring only
+    {"labkit": {"show": ["rms_norm_naive_kernel", "rms_norm_naive"]}}   whole definitions
+    {"labkit": {"exercise": "rms_norm_tiled_kernel"}}                   signature and docstring
 """
 
 from __future__ import annotations
 
+from labkit.exercise import definition, skeleton
+from labkit.results import ROOT
+
 import importlib
 import sys
 from pathlib import Path
-
-from labkit.exercise import definition, skeleton
-from labkit.results import ROOT
 
 CHAPTERS = ROOT / "chapters"
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-LIMIT = 2_000_000
+LIMIT = 300_000
 _POISON = 0xFF  # in every byte of fresh shared memory: NaN as a float, -1 as an integer
 
 
@@ -306,19 +306,21 @@ class _Current:
     shared: dict  # shared memory of the running block
 
 
+_PARTS = {slice, type(...), type(None)}  # in an index: the result is an array
+
+
 class _View:
     """A NumPy array inside a kernel; every element read or written is recorded."""
 
-    __slots__ = ("_array", "_ary", "_now", "_start", "_trace")
+    __slots__ = ("_array", "_ary", "_dims", "_now", "_start", "_trace")
 
-    def __init__(
-        self, trace: Trace, now: _Current, ary: np.ndarray, array: int, start: int
-    ) -> None:
+    def __init__(self, trace: Trace, now: _Current, ary: np.ndarray, array: int, start: int):
         self._trace, self._now, self._ary, self._array, self._start = trace, now, ary, array, start
+        self._dims = tuple(zip(ary.shape, ary.strides, strict=True))
 
     def __getitem__(self, index):
         where = index if type(index) is tuple else (index,)
-        if len(where) < self._ary.ndim or any(i is Ellipsis or type(i) is slice for i in where):
+        if len(where) < len(self._dims) or not _PARTS.isdisjoint(map(type, where)):
             return self._wrap(self._ary[index])
         if self._touch(where, "read", sys._getframe(1)):
             return self._ary[index]
@@ -326,7 +328,7 @@ class _View:
 
     def __setitem__(self, index, value):
         where = index if type(index) is tuple else (index,)
-        if len(where) < self._ary.ndim or any(i is Ellipsis or type(i) is slice for i in where):
+        if len(where) < len(self._dims) or not _PARTS.isdisjoint(map(type, where)):
             part = self._wrap(self._ary[index])
             for each in np.ndindex(part._ary.shape):
                 part._touch(each, "write", sys._getframe(1))
@@ -355,8 +357,8 @@ class _View:
 
     def _touch(self, where: tuple, kind: str, frame) -> bool:
         """Record an access. False if it lies outside the array, so must not happen."""
-        now, offset, bug, shape = self._now, self._start, "", self._ary.shape
-        for i, n, stride in zip(map(operator.index, where), shape, self._ary.strides, strict=True):
+        now, offset, bug = self._now, self._start, ""
+        for i, (n, stride) in zip(map(operator.index, where), self._dims, strict=True):
             if i < 0:
                 bug, i = bug or "negative index", i + n
             if not 0 <= i < n:
@@ -366,7 +368,8 @@ class _View:
         if bug:
             array, who = self._trace.arrays[self._array], now.launch.who(now.block, now.lane)
             verb = {"read": "reads", "write": "writes"}.get(kind, "updates")
-            index, size = (", ".join(str(int(v)) for v in values) for values in (where, shape))
+            index = ", ".join(str(int(i)) for i in where)
+            size = ", ".join(str(n) for n, _ in self._dims)
             now.launch.miss(bug, site, f"{who} {verb} {array.name}[{index}]; its shape is ({size})")
             if bug != "negative index":
                 return False

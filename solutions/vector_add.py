@@ -9,6 +9,7 @@ Source   SiLU: Hendrycks & Gimpel 2016, arXiv:1606.08415; Elfwing et al. 2017, a
 """
 
 import labkit as lab
+from labkit import bars
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ VECTOR_BYTES = 16  # the widest load a thread can issue
 BLOCKS_PER_SM = 32  # rung 3: four times what an SM holds at once; the loop takes what is left over
 BLOCK = 1024  # elements of a Triton program: 4 or 8 a thread, so 16-byte loads in every dtype
 NUM_WARPS = 4
+Vector = Float[Tensor, " N"]
 
 # Problems ------------------------------------------------------------------------------------
 
@@ -33,12 +35,12 @@ def inputs(dtype: torch.dtype, seed: int = 0, *, N: int) -> tuple[Tensor, ...]:
     return tuple(lab.randn((N,), (N,), dtype=dtype, seed=seed))
 
 
-def reference(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def reference(x1: Vector, x2: Vector) -> Vector:
     """The sum, element by element."""
     return x1 + x2
 
 
-def library(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def library(x1: Vector, x2: Vector) -> Vector:
     """torch.add."""
     return torch.add(x1, x2)
 
@@ -66,27 +68,19 @@ def sum_commutes(kernel) -> str | None:
 def zero_is_neutral(kernel) -> str | None:
     """Adding zeros gives the other input back, bit for bit."""
     x1, x2 = inputs(torch.float32, seed=1, N=77)
-    for name, y in (("x1", kernel(x1, 0 * x2)), ("x2", kernel(0 * x1, x2))):
-        if not torch.equal(y, x1 if name == "x1" else x2):
-            return f"{name} plus zeros is not {name}"
-    return None
+    if torch.equal(kernel(x1, 0 * x2), x1) and torch.equal(kernel(0 * x1, x2), x2):
+        return None
+    return "x plus zeros is not x"
 
 
 SIZES = {
-    # Below, at and above a Triton tile, which is also four Numba blocks; one element; a prime.
+    # One element; a prime; below, at and above a Triton tile, which is also four Numba blocks.
     "test_sizes": tuple({"N": n} for n in (1, 31, BLOCK - 1, BLOCK, BLOCK + 1)),
     "empty_size": {"N": 0},
     "bench_size": {"N": 2**28},
     "sweep": tuple({"N": 2**k} for k in range(10, 29, 2)),
     "dtypes": lab.FLOATS,
 }
-
-
-def compared(over: str, under: str):
-    """Time of rung `over` over that of `under` at 2²⁸ fp32, to two decimals: below is noise."""
-    size = {"dtype": "float32", "N": 2**28}
-    return lambda results: round(results.time(over, **size) / results.time(under, **size), 2)
-
 
 VECTOR_ADD = lab.Problem(
     name="vector_add",
@@ -97,23 +91,13 @@ VECTOR_ADD = lab.Problem(
     terms=lambda N: 2,
     **SIZES,
     target=(
-        lab.Bar(
-            "no slower than torch.add at 2²⁸ fp32",
-            compared("vector_add_tiled", "library"),
-            at_most=1.0,
-        ),
-        lab.Bar(
-            "with SiLU fused, at most 1.02× the time of the addition alone",
-            compared("vector_add_silu_fused", "vector_add_tiled"),
-            at_most=1.02,
-        ),
+        bars.ratio("vector_add_tiled", "torch.add", 1.0, dtype="float32", N=2**28),
+        bars.ratio("vector_add_silu_fused", "vector_add_tiled", 1.02, dtype="float32", N=2**28),
     ),
     peers={"cupy": cupy_add},
     suspects={
         "adds the same input twice": lambda x1, x2: 2 * x1,
-        "adds the second input twice": lambda x1, x2: 2 * x2,
         "subtracts": lambda x1, x2: x1 - x2,
-        "multiplies": lambda x1, x2: x1 * x2,
     },
     properties=(
         lab.Property("x1 + x2 = x2 + x1", "adds the same input twice", sum_commutes),
@@ -122,13 +106,13 @@ VECTOR_ADD = lab.Problem(
 )
 
 
-def silu_reference(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def silu_reference(x1: Vector, x2: Vector) -> Vector:
     """s·sigmoid(s) of the sum s."""
     s = x1 + x2
     return s * torch.sigmoid(s)
 
 
-def silu_library(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def silu_library(x1: Vector, x2: Vector) -> Vector:
     """torch.add, then F.silu: two kernels, and the sum goes to memory and back."""
     return torch.nn.functional.silu(torch.add(x1, x2))
 
@@ -136,7 +120,7 @@ def silu_library(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> Float[Tens
 def silu_far_out(kernel) -> str | None:
     """silu(s) is s far to the right and 0 far to the left, also where exp(-s) overflows."""
     s = torch.tensor([20.0, 89.0, 100.0, -100.0, -89.0, -20.0], device=lab.DEVICE.torch)
-    with np.errstate(over="ignore"):  # the interpreter computes with numpy, which would warn
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy, which would warn
         y = kernel(s, torch.zeros_like(s)).double()
     wanted = silu_reference(s.double(), torch.zeros_like(s).double())
     for at, got, want in zip(s.tolist(), y.tolist(), wanted.tolist(), strict=True):
@@ -159,9 +143,6 @@ VECTOR_ADD_SILU = lab.Problem(
         "forgets an input": lambda x1, x2: silu_reference(x1, 0 * x2),
         "sigmoid without the product": lambda x1, x2: torch.sigmoid(x1 + x2),
         "activation on one input only": lambda x1, x2: silu_reference(x1, 0 * x2) + x2,
-        "activation before the sum": lambda x1, x2: (
-            silu_reference(x1, 0 * x2) + silu_reference(0 * x1, x2)
-        ),
         "wrong sign in the exponent": lambda x1, x2: (x1 + x2) * torch.sigmoid(-(x1 + x2)),
     },
     properties=(lab.Property("silu(±100) is 100 and 0", "exp overflows", silu_far_out),),
@@ -245,6 +226,7 @@ __global__ void vector_add_vectorized_kernel(const T* x1, const T* x2, T* y, lon
     const Pack<T>* x1_pack = reinterpret_cast<const Pack<T>*>(x1);
     const Pack<T>* x2_pack = reinterpret_cast<const Pack<T>*>(x2);
     Pack<T>* y_pack = reinterpret_cast<Pack<T>*>(y);
+    #pragma unroll 1  // two loads a thread, and 2,048 threads: 64 KiB in flight on an SM
     for (long long p = t; p < N / W; p += threads) {
         Pack<T> a = x1_pack[p];
         const Pack<T> b = x2_pack[p];
@@ -256,13 +238,10 @@ __global__ void vector_add_vectorized_kernel(const T* x1, const T* x2, T* y, lon
     if (i < N) y[i] = T((float)x1[i] + (float)x2[i]);
 }
 """
+CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
 VECTORIZED_KERNELS = {
     dtype: lab.cuda_kernel(VECTORIZED, f"vector_add_vectorized_kernel<{name}>")
-    for dtype, name in (
-        (torch.float32, "float"),
-        (torch.float16, "__half"),
-        (torch.bfloat16, "__nv_bfloat16"),
-    )
+    for dtype, name in CPP_TYPES
 }
 
 
@@ -271,14 +250,14 @@ def vector_add_vectorized(x1: Tensor, x2: Tensor) -> Tensor:
     check_args(x1, x2)
     lab.check_contiguous(x1=x1, x2=x2)
     for name, x in (("x1", x1), ("x2", x2)):
-        if x.data_ptr() % VECTOR_BYTES:  # x[1:] is contiguous, and starts between two vectors
-            at = x.data_ptr() % VECTOR_BYTES
-            raise ValueError(f"{name} starts {at} bytes past a multiple of 16: pass {name}.clone()")
+        late = x.data_ptr() % VECTOR_BYTES
+        if late:  # x[1:] is contiguous, and starts between two vectors
+            raise ValueError(f"{name} starts {late} bytes after a multiple of 16: clone it")
     N = x1.shape[0]
     y = torch.empty(N, dtype=x1.dtype, device=x1.device)
     if N > 0:
         per_block = THREADS * VECTOR_BYTES // x1.itemsize
-        blocks = min((N + per_block - 1) // per_block, BLOCKS_PER_SM * lab.DEVICE.sms)
+        blocks = min((N + per_block - 1) // per_block, BLOCKS_PER_SM * max(1, lab.DEVICE.sms))
         VECTORIZED_KERNELS[x1.dtype][blocks, THREADS](x1, x2, y, np.int64(N))
     return y
 
@@ -297,7 +276,7 @@ def vector_add_tiled_kernel(x1_ptr, x2_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + offs, x1 + x2, mask=mask)
 
 
-def vector_add_tiled(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def vector_add_tiled(x1: Vector, x2: Vector) -> Vector:
     """One program per tile: Triton chooses threads and vectors, a mask guards the tail.
 
     TypeError or ValueError for arguments that are not contiguous vectors of one length and dtype.
@@ -328,7 +307,7 @@ def vector_add_silu_fused_kernel(x1_ptr, x2_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + offs, y, mask=mask)
 
 
-def vector_add_silu_fused(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def vector_add_silu_fused(x1: Vector, x2: Vector) -> Vector:
     """SiLU while the sum is in a register: the activation costs no traffic.
 
     TypeError or ValueError for arguments that are not contiguous vectors of one length and dtype.
@@ -345,6 +324,7 @@ def vector_add_silu_fused(x1: Float[Tensor, " N"], x2: Float[Tensor, " N"]) -> F
 
 # Mutants -------------------------------------------------------------------------------------
 
+INDEX = "i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x"
 COALESCED = lab.Exercise(
     "vector_add_coalesced",
     "vector_add_coalesced_kernel",
@@ -360,16 +340,12 @@ COALESCED = lab.Exercise(
         lab.Mutant("no_guard", "missing tail guard", {"if i < N:": "if i >= 0:"}),
         lab.Mutant("off_by_one", "off by one", {"if i < N:": "if i < N - 1:"}),
         lab.Mutant(
-            "full_blocks_only",
+            "whole_blocks",
             "tail not written",
             {"if i < N:": "if (cuda.blockIdx.x + 1) * cuda.blockDim.x <= N:"},
         ),
-        lab.Mutant(
-            "local_index",
-            "local index used for global",
-            {"i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x": "i = cuda.threadIdx.x"},
-        ),
-        lab.Mutant("same_twice", "adds the same input twice", {"x1[i] + x2[i]": "x1[i] + x1[i]"}),
+        lab.Mutant("local", "local index used for global", {INDEX: "i = cuda.threadIdx.x"}),
+        lab.Mutant("twice", "adds the same input twice", {"x1[i] + x2[i]": "x1[i] + x1[i]"}),
         lab.Mutant(
             "in_place",
             "modifies its input",
@@ -378,7 +354,8 @@ COALESCED = lab.Exercise(
     ),
 )
 
-SILU_FUSED = lab.Exercise(
+SILU = "s / (1 + tl.exp(-s))"
+FUSED = lab.Exercise(
     "vector_add_silu_fused",
     "vector_add_silu_fused_kernel",
     hints=(
@@ -389,34 +366,49 @@ SILU_FUSED = lab.Exercise(
         "harm; think about s = -100 before you rearrange it.",
     ),
     mutants=(
-        lab.Mutant(
-            "no_activation",
-            "forgets the activation",
-            {"y = s / (1 + tl.exp(-s))": "y = s"},
-        ),
-        lab.Mutant(
-            "sigmoid",
-            "sigmoid without the product",
-            {"s / (1 + tl.exp(-s))": "1 / (1 + tl.exp(-s))"},
-        ),
-        lab.Mutant("sign", "wrong sign in the exponent", {"tl.exp(-s)": "tl.exp(s)"}),
-        lab.Mutant(
-            "overflow",
-            "exp overflows",
-            {"s / (1 + tl.exp(-s))": "s * tl.exp(s) / (1 + tl.exp(s))"},
-        ),
-        lab.Mutant(
-            "first_tile",
-            "local index used for global",
-            {"offs = pid * BLOCK + tl.arange(0, BLOCK)": "offs = tl.arange(0, BLOCK)"},
-        ),
-        lab.Mutant(
-            "no_mask",
-            "missing tail guard",
-            {"tl.store(y_ptr + offs, y, mask=mask)": "tl.store(y_ptr + offs, y)"},
-        ),
+        lab.Mutant("no_silu", "forgets the activation", {SILU: "s"}),
+        lab.Mutant("sigmoid", "sigmoid without the product", {SILU: "1 / (1 + tl.exp(-s))"}),
+        lab.Mutant("sign", "wrong sign in the exponent", {SILU: "s / (1 + tl.exp(s))"}),
+        lab.Mutant("overflow", "exp overflows", {SILU: "s * tl.exp(s) / (1 + tl.exp(s))"}),
+        lab.Mutant("first_tile", "local index used for global", {"pid * BLOCK + tl": "tl"}),
+        lab.Mutant("no_mask", "missing tail guard", {"offs, y, mask=mask": "offs, y"}),
     ),
 )
+
+# Attempts not kept ---------------------------------------------------------------------------
+
+
+@triton.jit
+def vector_add_evict_first_kernel(x1_ptr, x2_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """As vector_add_tiled_kernel, telling L2 that nothing will be used again."""
+    pid = tl.program_id(0).to(tl.int64)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    x1 = tl.load(x1_ptr + offs, mask=mask, eviction_policy="evict_first")
+    x2 = tl.load(x2_ptr + offs, mask=mask, eviction_policy="evict_first")
+    tl.store(y_ptr + offs, x1 + x2, mask=mask, eviction_policy="evict_first")
+
+
+def vector_add_evict_first(x1: Tensor, x2: Tensor) -> Tensor:
+    """Rung 4 with eviction hints on both loads and the store."""
+    check_args(x1, x2)
+    N = x1.shape[0]
+    y = torch.empty_like(x1)
+    grid = (triton.cdiv(N, BLOCK),)
+    vector_add_evict_first_kernel[grid](x1, x2, y, N, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return y
+
+
+def vector_add_large_tiles(x1: Tensor, x2: Tensor) -> Tensor:
+    """Rung 4 with eight times the tile and twice the warps."""
+    check_args(x1, x2)
+    N = x1.shape[0]
+    y = torch.empty_like(x1)
+    tile = 8 * BLOCK
+    grid = (triton.cdiv(N, tile),)
+    vector_add_tiled_kernel[grid](x1, x2, y, N, BLOCK=tile, num_warps=2 * NUM_WARPS)
+    return y
+
 
 LADDER = lab.Ladder(
     VECTOR_ADD,
@@ -427,7 +419,24 @@ LADDER = lab.Ladder(
         lab.Rung(vector_add_tiled, "triton"),
         lab.Rung(vector_add_silu_fused, "triton", problem=VECTOR_ADD_SILU),
     ),
-    exercises=(COALESCED, SILU_FUSED),
+    exercises=(COALESCED, FUSED),
+    rejected=(
+        lab.Rejected(
+            vector_add_evict_first,
+            against="vector_add_tiled",
+            attempt="eviction hints: evict_first on both loads and on the store",
+            expected="nothing is used twice, so nothing need stay in L2: up to 2 % less time",
+            cause="TODO",
+        ),
+        lab.Rejected(
+            vector_add_large_tiles,
+            against="vector_add_tiled",
+            attempt="tiles of 8,192 elements and 8 warps instead of 1,024 and 4",
+            expected="an eighth of the programs to start, four times the loads in flight a "
+            "thread: 1 to 2 % less time",
+            cause="TODO",
+        ),
+    ),
 )
 
 # The ops -------------------------------------------------------------------------------------
@@ -436,9 +445,7 @@ vector_add = vector_add_tiled
 vector_add_silu = vector_add_silu_fused
 
 _SCHEMA = "(Tensor x1, Tensor x2) -> Tensor"
-torch.library.custom_op(
-    "kernel_ladder::vector_add", vector_add, mutates_args=(), schema=_SCHEMA
-).register_fake(lambda x1, x2: torch.empty_like(x1))
-torch.library.custom_op(
-    "kernel_ladder::vector_add_silu", vector_add_silu, mutates_args=(), schema=_SCHEMA
-).register_fake(lambda x1, x2: torch.empty_like(x1))
+for _name, _op in {"vector_add": vector_add, "vector_add_silu": vector_add_silu}.items():
+    torch.library.custom_op(
+        f"kernel_ladder::{_name}", _op, mutates_args=(), schema=_SCHEMA
+    ).register_fake(lambda x1, x2: x1.new_empty(x1.shape))

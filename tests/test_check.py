@@ -1,15 +1,14 @@
 """The checker, tried on kernels that belong to no chapter: wrong ones, each with its class."""
 
 import labkit as lab
+from labkit.check import error_over_allowed
+from labkit.launch import kernels_of
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from numba import cuda, float32
-
-from labkit.check import error_over_allowed
-from labkit.launch import kernels_of
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 

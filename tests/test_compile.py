@@ -311,6 +311,26 @@ def _notebook_function():
     return scaled
 
 
+def test_portable_kernels_of_a_nested_launcher():
+    fill = cuda_kernel('extern "C" __global__ void fill(float* x) { *x = 1; }', "fill")
+
+    @cuda.jit
+    def double_kernel(x):
+        x[cuda.threadIdx.x] *= 2
+
+    def filled(x, y):
+        fill[1, 1](x)
+        double_kernel[1, 32, lab.stream()](x)
+
+    text, _ = portable(filled)
+    assert f"fill = lab.cuda_kernel({fill.source!r}, 'fill')" in text
+    card = compile_card(filled, ADD, dtype=torch.float32, archs=("sm_90",))
+    assert [(k.name, k.kind) for k in card.kernels] == [
+        ("fill", "cuda"),
+        ("double_kernel", "numba"),
+    ]
+
+
 def test_portable_kernel_written_in_a_notebook():
     """Source that exists only in linecache, as IPython leaves it, in a module of no file."""
     source = (

@@ -386,6 +386,20 @@ def test_triton_race_between_programs(atomic, found):
     assert bugs(report) == found
 
 
+def test_inputs_are_not_changed_and_may_share_memory():
+    pair = torch.zeros(2, 64)
+
+    def launch(x, y):
+        copy_kernel[2, 32](x, y, 2)
+        copy_kernel[2, 32](x, x, 2)
+
+    pair[0] = torch.arange(64.0)
+    report = lens(launch, inputs=(pair[0], pair[1]))
+    assert pair[1].eq(0).all()
+    assert report.pattern("y", "write", warp=0)[0] == 256
+    assert {"race between threads", "race between blocks"} >= set(bugs(report)) != set()
+
+
 def test_launches_of_one_kernel_are_added_up():
     def launch(x):
         for _ in range(3):

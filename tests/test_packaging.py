@@ -125,7 +125,8 @@ def test_a_python_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_missing_venv_module_is_named_and_leaves_nothing(tmp_path):
-    python = script(tmp_path / "python", '[ "$1" = -c ] || { mkdir -p .venv/bin; exit 1; }')
+    # As on Debian without python3-venv: the version will do, ensurepip does not import.
+    python = script(tmp_path / "python", 'case "$2" in *ensurepip*) exit 1;; esac; exit 0')
     made = run_make(tmp_path, "book", f"PYTHON={python}")
     assert made.returncode != 0
     assert "python3-venv" in made.stdout

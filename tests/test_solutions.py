@@ -1,17 +1,16 @@
 """Every rung, op, mutant and exercise of every chapter; ids start with the chapter's slug."""
 
 import labkit as lab
+from labkit.check import error_over_allowed
+from labkit.exercise import definition, skeleton
+from labkit.ladder import ladders
+from labkit.launch import kernels_of
 
 import importlib
 import inspect
 
 import pytest
 import torch
-
-from labkit.check import error_over_allowed
-from labkit.exercise import definition, skeleton
-from labkit.ladder import ladders
-from labkit.launch import kernels_of
 
 LADDERS = ladders()
 RUNGS = [(ladder, rung) for ladder in LADDERS for rung in ladder]
@@ -46,7 +45,8 @@ def test_rung_is_right_on_200_seeds(ladder, rung):
         pytest.skip("needs a CUDA GPU")
     problem = ladder.problem_of(rung)
     dtypes = (torch.float32,) if lab.SIMULATED else rung.dtypes or problem.dtypes
-    sizes = sorted(problem.test_sizes, key=lambda s: problem.work(torch.float32, **s).bytes)[:3]
+    sizes = (problem.test_sizes[1], problem.test_sizes[len(problem.test_sizes) // 2])
+    sizes += (problem.test_sizes[-1],)
     for seed in range(200):
         dtype, size = dtypes[seed % len(dtypes)], sizes[seed % len(sizes)]
         ratio = error_over_allowed(rung.fn, problem, dtype, seed, **size)
@@ -122,9 +122,7 @@ def test_op_is_exported_and_registered(ladder, problem):
     registered = getattr(torch.ops.kernel_ladder, problem.name).default
     inputs = problem.inputs(torch.float32, **problem.test_sizes[-1])
     with torch.no_grad():
-        torch.library.opcheck(
-            registered, inputs, test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(registered, inputs, test_utils=("test_schema", "test_faketensor"))
     got, wanted = lab.outputs(registered(*inputs)), lab.outputs(op(*inputs))
     assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
 
@@ -143,7 +141,7 @@ def test_bad_input_is_named(ladder, rung):
             (value.tolist(), names[i]),  # not a tensor
         ]
         if value.shape[-1] > 1:
-            bad_values.append((value[..., :-1].contiguous(), names[i]))  # mismatched size
+            bad_values.append((value[..., :-1].contiguous(), "shape"))  # mismatched size
         if not lab.SIMULATED:
             bad_values.append((value.cpu(), names[i]))  # mixed devices
         for bad, words in bad_values:

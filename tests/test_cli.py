@@ -1,0 +1,201 @@
+"""The `lab` command, as a reader meets it: in a process of its own."""
+
+import labkit as lab
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+RIGHT = """
+import labkit as lab
+import torch
+from numba import cuda
+
+@cuda.jit
+def add_kernel(x1, x2, y):
+    i = cuda.grid(1)
+    if i < y.shape[0]:
+        y[i] = x1[i] + x2[i]
+
+def mine(x1, x2):
+    y = torch.empty(x1.shape, dtype=x1.dtype, device=x1.device)
+    if y.numel():
+        add_kernel[(y.numel() + 63) // 64, 64, lab.stream()](x1, x2, y)
+    return y
+
+def plain(x1, x2):
+    return x1 + x2
+
+def wrong(x1, x2):
+    return x1 - x2
+
+def three(x1, x2, x3):
+    return x1
+
+def throws(x1, x2):
+    raise RuntimeError("out of coffee")
+
+def hangs(x1, x2):
+    while True:
+        pass
+
+def crashes(x1, x2):
+    import os, signal
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reader") / "my_file.py"
+    path.write_text(RIGHT)
+    return path
+
+
+def run(*arguments, timeout=120):
+    return subprocess.run(
+        [sys.executable, "-m", "labkit.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_doctor_says_where_kernels_run():
+    out = run("doctor")
+    assert out.returncode == 0
+    assert ("simulators" in out.stdout) == lab.SIMULATED
+    assert "Not verified here" in out.stdout
+    assert "torch" in out.stdout
+
+
+def test_compare_shows_mine_beside_the_others(kernels):
+    out = run("compare", "vector_add", f"{kernels}:mine", "--diff")
+    assert out.returncode == 0, out.stderr
+    for words in ("mine", "solution", "naive", "torch.add", "🟢 right", "registers", "-def "):
+        assert words in out.stdout
+    assert ("× ledger" if lab.SIMULATED else "useful bandwidth") in out.stdout
+
+
+def test_compare_takes_a_plain_torch_function(kernels):
+    out = run("compare", "vector_add", f"{kernels}:plain")
+    assert out.returncode == 0, out.stderr
+    assert "🟢 right" in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        ("wrong", "subtracts"),
+        ("three", "wrong signature"),
+        ("throws", "out of coffee"),
+        ("nothing", "it defines: .*mine"),
+        ("number", "not a function"),
+    ],
+)
+def test_compare_of_a_bad_kernel_ends_with_1_and_a_reason(kernels, kernel, words):
+    out = run("compare", "vector_add", f"{kernels}:{kernel}")
+    assert out.returncode == 1
+    import re
+
+    assert re.search(words, out.stdout + out.stderr), out.stdout + out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_check_of_a_wrong_kernel_names_the_bug(kernels):
+    out = run("check", "vector_add", f"{kernels}:wrong")
+    assert out.returncode == 1
+    assert "🔴 wrong: subtracts" in out.stderr
+
+
+def test_a_hang_ends_at_the_timeout(kernels):
+    out = run("check", "vector_add", f"{kernels}:hangs", "--timeout", "20")
+    assert out.returncode == 1
+    assert "hang" in out.stderr
+
+
+def test_a_crash_ends_only_the_child(kernels):
+    out = run("check", "vector_add", f"{kernels}:crashes")
+    assert out.returncode == 1
+    assert "SIGSEGV" in out.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("import no_such_package\n", "no_such_package"), ("def f(:\n", "line 1")],
+)
+def test_a_file_that_does_not_import_is_reported(tmp_path, text, words):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    out = run("check", "vector_add", f"{path}:f")
+    assert out.returncode == 1
+    assert words in out.stderr
+    assert "does not import" in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("check", "vector_add", "no_file.py:f"), "no_file.py: no such file"),
+        (("check", "vector_add", "no_colon"), "FILE.py:NAME"),
+        (("check", "no_such_op", "x.py:f"), "no_such_op.*is not one of.*rms_norm"),
+        (("bench", "vector_add", "no_such_rung"), "no_such_rung"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    import re
+
+    out = run(*arguments)
+    assert out.returncode == 1
+    assert re.search(words, out.stderr), out.stderr
+
+
+def test_bench_without_a_gpu_shows_the_recorded_number():
+    out = run("bench", "vector_add", "vector_add_naive")
+    assert out.returncode == 0, out.stderr
+    assert "measured on NVIDIA" in out.stdout
+
+
+@pytest.mark.parametrize("package", ["numba.cuda", "triton"])
+def test_simulators_imported_too_late_is_an_import_error(package):
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("NUMBA_ENABLE_CUDASIM", "TRITON_INTERPRET")
+    }
+    out = subprocess.run(
+        [sys.executable, "-c", f"import {package}\nimport labkit"],
+        capture_output=True,
+        text=True,
+        env={**environment, "LABKIT_DEVICE": "sim"},
+    )
+    assert out.returncode == 1
+    assert "ImportError" in out.stderr
+    assert "import labkit as lab" in out.stderr
+
+
+def test_labkit_imports_quickly():
+    code = "import torch, time; t = time.time(); import labkit; print(time.time() - t)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+        for _ in range(2)
+    ]
+    assert min(times) < 2
+
+
+@pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+def test_an_empty_kernel_measures_under_5_microseconds():
+    from labkit.bench import ceilings
+
+    assert ceilings()["empty_kernel_s"] < 5e-6
+
+
+@pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+def test_the_same_rung_timed_twice_differs_by_under_3_percent():
+    ladder, problem = lab.find("vector_add")
+    for rung in ladder.rungs[:4]:
+        first, second = (lab.bench(rung, problem).p50_s for _ in range(2))
+        assert abs(first - second) < 0.03 * first, (rung.name, first, second)
