@@ -11,7 +11,7 @@ from labkit.exercise import Exercise, Mutant
 from labkit.ladder import Ladder, Rung, find
 from labkit.launch import NotAttempted, todo
 from labkit.lens import LensUnavailable, lens
-from labkit.notebook import say
+from labkit.notebook import Table, say
 from labkit.problem import Bar, Problem, Property, Work, outputs, randn
 from labkit.record import Rejected
 from labkit.results import microseconds, percent, rate, results
@@ -32,6 +32,7 @@ __all__ = [
     "Property",
     "Rejected",
     "Rung",
+    "Table",
     "Verdict",
     "Work",
     "bench",

@@ -2,8 +2,9 @@
 
 Before each timed call a buffer larger than L2 is read. That does two things: the call finds none
 of its data in the cache, and the GPU is still busy while the host prepares the launch, so the gap
-between launches is never timed; `interleaved` makes sure of it. The buffer is read, not written: dirty lines would have to be written back
-during the timed call. A simulator is never timed: there, `bench` shows the recorded number.
+between launches is never timed; `interleaved` makes sure of it. The buffer is read, not written:
+dirty lines would have to be written back during the timed call. A simulator is never timed: there,
+`bench` shows the recorded number.
 """
 
 from __future__ import annotations

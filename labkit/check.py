@@ -63,8 +63,8 @@ class Verdict:
         if self.state == "🟢":
             where = "under the simulators" if SIMULATED else f"on {DEVICE.name}"
             line = (
-                f"🟢 {self.name}: right in {listed(self.verified)} {where}; "
-                f"worst error {self.worst:.2f} of what is allowed"
+                f"🟢 {self.name}: right in {listed(self.verified)} {where}\n"
+                f"   worst error {self.worst:.2f} of what is allowed"
             )
         else:
             line = f"{self.state} {self.name}: {self.note}"
@@ -244,7 +244,7 @@ class _Run:
         return self._seen_by_lens(case) or bug or value_bug(case, run.outputs)
 
     def _seen_by_lens(self, case: Case) -> tuple[str, str] | None:
-        if not SIMULATED or not self.kinds & {"numba", "triton"}:
+        if not self.kinds & {"numba", "triton"}:
             return None
         from labkit.lens import lens
 

@@ -109,7 +109,7 @@ class Ladder:
             for t in measured.timings:
                 if t.problem != problem.name or t.dtype != dtype or dict(t.size) != size:
                     continue
-                number, idea = numbers.get(t.rung, ("", f"{t.kind} for {problem.name}"))
+                number, idea = numbers.get(t.rung, ("", f"{problem.name}, for comparison"))
                 rows.append(
                     (
                         number,

@@ -46,7 +46,6 @@ __all__ = [
     "LensUnavailable",
     "Use",
     "lens",
-    "lens_picture",
     "trace",
 ]
 
@@ -469,9 +468,11 @@ class LensReport:
             raise ValueError(f"{request=}: warp {warp} made {len(found)} requests to {arg!r}")
         return {lane: offset for lane, offset in sorted(found[request][4])}
 
-    def plot(self, arg: str, kind: str = "read", warp: int = 0, request: int = 0, ax=None):
-        """`lens_picture` of one request."""
-        return lens_picture(self, arg, kind, warp, request, ax)
+    def plot(self, arg: str, kind: str = "read", warp: int = 0, request: int = 0):
+        """Draw one request: its lanes and the memory that they reach; see `plot.request`."""
+        from labkit import plot
+
+        return plot.request(self, arg, kind, warp, request)
 
     def _tables(self) -> list[list[tuple[str, ...]]]:
         """Tables of text cells: a header, then rows."""
@@ -655,81 +656,3 @@ def _copies(inputs: tuple) -> tuple:
         return same.set_(there, value.storage_offset(), value.size(), value.stride())
 
     return tuple(map(copy, inputs))
-
-
-# The picture --------------------------------------------------------------------------------------
-
-BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
-
-
-def lens_picture(
-    report: LensReport, arg: str, kind: str = "read", warp: int = 0, request: int = 0, ax=None
-):
-    """Draw one request: its lanes on top, below them the memory that they reach, and lines between.
-
-    Global memory is drawn as 32-byte sectors, the touched ones filled, with the bytes that lanes
-    want in blue; shared memory as 32 banks, filled where lanes want different words of one bank.
-    Returns a matplotlib Figure of 7 x 2.4 inches, or that of `ax`. ValueError when there is no such
-    request.
-    """
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Rectangle
-
-    lanes, itemsize = report.pattern(arg, kind, warp, request), report.requests[arg, kind][0]
-    shared = any(a.arg == arg and a.space == "shared" for a in report.accesses)
-    verb = {"read": "load", "write": "store"}.get(kind, kind)
-    if shared:
-        cells = {bank: float(bank) for bank in range(BANKS)}
-        words = {
-            bank: {o // BANK for o in lanes.values() if o // BANK % BANKS == bank} for bank in cells
-        }
-        ways = max(map(len, words.values()))
-        filled = [bank for bank in cells if len(words[bank]) > 1]
-        title = f"One warp's {verb} is a {ways}-way bank conflict" if ways > 1 else (
-            f"One warp's {verb} has no bank conflict")  # fmt: skip
-        below = f"{arg}: {BANKS} banks of {BANK} bytes"
-        ends = {lane: o // BANK % BANKS + 0.5 for lane, o in lanes.items()}
-    else:
-        filled = sorted({b // SECTOR for o in lanes.values() for b in (o, o + itemsize - 1)})
-        fewest = -(-len(set(lanes.values())) * itemsize // SECTOR)
-        verdict = f"{fewest} would do" if len(filled) > fewest else "no fewer would do"
-        plural = "s" * (len(filled) > 1)
-        title = f"One warp's {verb} touches {len(filled)} sector{plural}; {verdict}"
-        below = f"{arg}: sectors of {SECTOR} bytes"
-        span = range(filled[0], filled[-1] + 1)
-        shown = list(span) if len(span) <= 2 * WARP else filled  # far apart: only the touched
-        cells, x = {}, 0.0
-        for before, sector in zip([None, *shown], shown, strict=False):
-            x += 0.5 * (before is not None and sector > before + 1)  # a gap is half a sector wide
-            cells[sector], x = x, x + 1
-        ends = {
-            n: cells[o // SECTOR] + (o % SECTOR + itemsize / 2) / SECTOR for n, o in lanes.items()
-        }
-    scale = WARP / (max(cells.values()) + 1)
-    if ax is None:
-        figure = plt.figure(figsize=(7, 2.4), dpi=100)
-        plt.close(figure)  # a notebook shows what is returned; pyplot must not show it again
-        ax = figure.add_axes((0.02, 0.02, 0.96, 0.84))
-    for cell, x in cells.items():
-        color = ORANGE if cell in filled else "white"
-        ax.add_patch(
-            Rectangle((x * scale, 0), scale, 0.5, facecolor=color, edgecolor="#555555", lw=0.6)
-        )
-        if x and cell - 1 not in cells:
-            ax.text((x - 0.25) * scale, 0.22, "…", ha="center", va="center", fontsize=7)
-    for lane in range(WARP):
-        color = BLUE if lane in lanes else GREY
-        ax.add_patch(Rectangle((lane + 0.1, 2), 0.8, 0.5, facecolor=color))
-        if lane not in lanes:
-            continue
-        ax.plot([lane + 0.5, ends[lane] * scale], [2, 0.5], color=BLUE, lw=0.7)
-        if not shared:  # what the lane wants of its sector; the rest of the sector is waste
-            width = itemsize / SECTOR * scale
-            corner = ends[lane] * scale - width / 2
-            ax.add_patch(Rectangle((corner, 0.08), width, 0.34, facecolor=BLUE))
-    ax.text(0, 2.6, f"{WARP} lanes of one warp", fontsize=8)
-    ax.text(0, -0.12, below, fontsize=8, va="top")
-    ax.set(xlim=(-0.2, WARP + 0.2), ylim=(-0.6, 3))
-    ax.axis("off")
-    ax.set_title(title, fontsize=10, loc="left")
-    return ax.figure

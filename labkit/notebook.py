@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+
+NUMBER = re.compile(r"[-\d.,]+ ?(µs|%|[TG]?B(/s)?)?")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ def say(text: str) -> Prose:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table. Columns whose cells start with a digit are aligned to the right."""
+    """A small table. Columns of numbers, with or without a unit, are aligned to the right."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -43,7 +46,7 @@ class Table:
 
     def _right(self, column: int) -> bool:
         cells = [r[column] for r in self.rows if r[column] not in ("", "–")]
-        return bool(cells) and all(c[0].isdigit() for c in cells)
+        return bool(cells) and all(NUMBER.fullmatch(c) for c in cells)
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         cells = [

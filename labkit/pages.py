@@ -17,10 +17,16 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- scorecard: begin -->", "<!-- scorecard: end -->"
 
 
+def in_order() -> list[Ladder]:
+    """Every ladder in the order of the chapters."""
+    chapters = [p.stem.partition("_")[2] for p in sorted((ROOT / "chapters").glob("*.ipynb"))]
+    return sorted(ladders(), key=lambda ladder: chapters.index(ladder.slug))
+
+
 def recorded() -> list[tuple[Ladder, Results]]:
     """Every ladder with recorded results on the device that the text quotes."""
     found = []
-    for ladder in ladders():
+    for ladder in in_order():
         try:
             found.append((ladder, results(ladder.slug)))
         except FileNotFoundError:
@@ -79,10 +85,16 @@ def bars_table() -> str:
     for ladder, measured in recorded():
         for bar in measured.data["target"]["bars"]:
             lines.append(
-                f"| {ladder.slug} | {bar['text']} | {bar['measured']:.4g} | {bar['limit']:.4g} "
+                f"| {ladder.slug} | {bar['text']} | {_number(bar['measured'])} "
+                f"| {_number(bar['limit'])} "
                 f"| {'yes' if bar['met'] else 'no'} |"
             )
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    """A bar's number: seconds in µs, since no ratio of interest is that small."""
+    return microseconds(value) if value < 1e-3 else f"{value:.3g}"
 
 
 def scorecard_page() -> str:
@@ -116,16 +128,14 @@ def gallery_page() -> str:
     """`book/bug_gallery.md`: every mutant, its patch, and what the checker says to it."""
     parts = [
         "# Bug gallery\n\n"
-        "<!-- Generated from the mutants in solutions/ by `lab gallery`; do not edit. -->\n\n"
+        "<!-- Generated from the mutants in solutions/ by `lab scorecard`; do not edit. -->\n\n"
         "Every exercise of the book ships with wrong versions of its own solution: one planted bug "
         "each. The tests demand that the checker rejects every one of them and names its class. "
         "This page shows them all: the change, and what the checker said under the simulators.\n\n"
         "Cover the class and guess it from the change. Then cover the change and guess it from the "
         "report.\n"
     ]
-    for ladder in ladders():
-        if not ladder.exercises:
-            continue
+    for ladder in in_order():
         parts.append(f"\n## {ladder.slug}\n")
         for exercise in ladder.exercises:
             rung = ladder.rung(exercise.rung_name)

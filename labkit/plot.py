@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from labkit.check import listed
 from labkit.ladder import Ladder
+from labkit.lens import BANK, BANKS, SECTOR, WARP, LensReport
 from labkit.problem import Problem
 from labkit.results import Results, Timing, microseconds, percent
 
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 7.0, 3.2  # inches, at 100 dots each: small files, readable on a phone
 ACCENT, RUNG, GREY, CEILING = "#c2410c", "#1d4ed8", "#6b7280", "#111827"
+WASTE = "#fdba74"  # memory that a request touches
+COLORS = 64  # of a picture's palette: a third of the bytes, and no difference to the eye
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,13 @@ class Picture:
 
     def png(self) -> bytes:
         """The picture as PNG bytes."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=100, facecolor="white")
-        return buffer.getvalue()
+        from PIL import Image
+
+        drawn, small = io.BytesIO(), io.BytesIO()
+        self.figure.savefig(drawn, format="png", dpi=100, facecolor="white")
+        image = Image.open(drawn).convert("RGB").quantize(COLORS)
+        image.save(small, format="png", optimize=True)
+        return small.getvalue()
 
     def _repr_png_(self) -> bytes:
         return self.png()
@@ -91,13 +98,17 @@ def ladder(chapter: Ladder, results: Results) -> Picture:
     axes.set_yticks(range(len(rows)), labels)
     for tick, t in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_color(_color(t, last))
-    axes.invert_yaxis()
-    for i, t in enumerate(rows):
-        axes.text(t.bandwidth / 1e12, i, f" {microseconds(t.p50_s)}", va="center", fontsize=8)
     copy = results.ceilings["copy_bytes_per_s"] / 1e12
+    for i, t in enumerate(rows):
+        end = t.bandwidth / 1e12
+        near = end > 0.7 * copy  # inside the bar, clear of the ceiling's line
+        at = min(end, 0.98 * copy) if near else end
+        axes.text(at, i, f" {microseconds(t.p50_s)} ", va="center", fontsize=8,
+                  ha="right" if near else "left", color="white" if near else CEILING)  # fmt: skip
     axes.axvline(copy, color=CEILING, lw=1, ls="--")
-    axes.text(copy, -0.7, f"copy {copy:.2f} TB/s ", ha="right", va="bottom", fontsize=8)
-    axes.set_xlim(0, copy * 1.15)
+    axes.text(copy, len(rows) - 0.4, f"copy {copy:.2f} ", ha="right", va="center", fontsize=7)
+    axes.set_ylim(len(rows) - 0.1, -0.6)
+    axes.set_xlim(0, copy * 1.22)
     axes.set_xlabel(f"useful bandwidth, TB/s ({rows[0].dtype}, {_size(rows[0])})", fontsize=8)
     return Picture(figure, title)
 
@@ -129,7 +140,7 @@ def sweep(problem: Problem, results: Results, names: Sequence[str] = ()) -> Pict
         color = ACCENT if name == names[-1] else RUNG if mine else GREY
         axes.plot(xs, ys, color=color, lw=2 if mine else 1, marker="o", ms=3)
         ends.append((ys[-1], name, color))
-    for y, name, color in _spread(ends, 6.5):
+    for y, name, color in _spread(ends, 7.0, 103):
         axes.text(len(sizes) - 0.8, y, name, color=color, fontsize=8, va="center")
     axes.axhline(100, color=CEILING, lw=1, ls="--")
     axes.set_xlim(-0.3, len(sizes) + 2.2)
@@ -152,12 +163,12 @@ def _short(n: int) -> str:
     return str(n)
 
 
-def _spread(ends: list[tuple], gap: float) -> list[tuple]:
-    """Labels moved apart until none overlaps the next."""
-    placed = []
-    for y, name, color in sorted(ends):
-        y = max(y, placed[-1][0] + gap) if placed else y
-        placed.append((y, name, color))
+def _spread(ends: list[tuple], gap: float, top: float) -> list[tuple]:
+    """Labels moved apart until none overlaps the next, and none is above `top`."""
+    placed, limit = [], top
+    for y, name, color in sorted(ends, reverse=True):
+        placed.append((min(y, limit), name, color))
+        limit = placed[-1][0] - gap
     return placed
 
 
@@ -228,6 +239,73 @@ def dtypes(problem: Problem, results: Results) -> Picture:
     key = "   ".join(f"{symbol} {name}" for symbol, name in zip("●□◇△", names, strict=False))
     shape = ", ".join(f"{k}={v:,}" for k, v in size.items())
     axes.set_xlabel(f"% of the ceiling ({shape});   {key}", fontsize=8)
+    return Picture(figure, title)
+
+
+def request(
+    report: LensReport, arg: str, kind: str = "read", warp: int = 0, request: int = 0
+) -> Picture:
+    """Draw one request: its lanes on top, below them the memory that they reach, and lines between.
+
+    Global memory is drawn as 32-byte sectors, the touched ones filled, with the bytes that lanes
+    want in blue; shared memory as 32 banks, filled where lanes want different words of one bank.
+    ValueError when there is no such request.
+    """
+    from matplotlib.patches import Rectangle
+
+    lanes, itemsize = report.pattern(arg, kind, warp, request), report.requests[arg, kind][0]
+    shared = any(a.arg == arg and a.space == "shared" for a in report.accesses)
+    verb = {"read": "load", "write": "store"}.get(kind, kind)
+    if shared:
+        cells = {bank: float(bank) for bank in range(BANKS)}
+        words = {
+            bank: {o // BANK for o in lanes.values() if o // BANK % BANKS == bank} for bank in cells
+        }
+        ways = max(map(len, words.values()))
+        filled = [bank for bank in cells if len(words[bank]) > 1]
+        title = f"One warp's {verb} is a {ways}-way bank conflict" if ways > 1 else (
+            f"One warp's {verb} has no bank conflict")  # fmt: skip
+        below = f"{arg}: {BANKS} banks of {BANK} bytes"
+        ends = {lane: o // BANK % BANKS + 0.5 for lane, o in lanes.items()}
+    else:
+        filled = sorted({b // SECTOR for o in lanes.values() for b in (o, o + itemsize - 1)})
+        fewest = -(-len(set(lanes.values())) * itemsize // SECTOR)
+        verdict = f"{fewest} would do" if len(filled) > fewest else "no fewer would do"
+        plural = "s" * (len(filled) > 1)
+        title = f"One warp's {verb} touches {len(filled)} sector{plural}; {verdict}"
+        below = f"{arg}: sectors of {SECTOR} bytes"
+        span = range(filled[0], filled[-1] + 1)
+        shown = list(span) if len(span) <= 2 * WARP else filled  # far apart: only the touched
+        cells, x = {}, 0.0
+        for before, sector in zip([None, *shown], shown, strict=False):
+            x += 0.5 * (before is not None and sector > before + 1)  # a gap is half a sector wide
+            cells[sector], x = x, x + 1
+        ends = {
+            n: cells[o // SECTOR] + (o % SECTOR + itemsize / 2) / SECTOR for n, o in lanes.items()
+        }
+    scale = WARP / (max(cells.values()) + 1)
+    figure, ax = new(title, 2.4)
+    for cell, x in cells.items():
+        color = WASTE if cell in filled else "white"
+        ax.add_patch(
+            Rectangle((x * scale, 0), scale, 0.5, facecolor=color, edgecolor="#555555", lw=0.6)
+        )
+        if x and cell - 1 not in cells:
+            ax.text((x - 0.25) * scale, 0.22, "…", ha="center", va="center", fontsize=7)
+    for lane in range(WARP):
+        color = RUNG if lane in lanes else "#d1d5db"
+        ax.add_patch(Rectangle((lane + 0.1, 2), 0.8, 0.5, facecolor=color))
+        if lane not in lanes:
+            continue
+        ax.plot([lane + 0.5, ends[lane] * scale], [2, 0.5], color=RUNG, lw=0.7)
+        if not shared:  # what the lane wants of its sector; the rest of the sector is waste
+            width = itemsize / SECTOR * scale
+            corner = ends[lane] * scale - width / 2
+            ax.add_patch(Rectangle((corner, 0.08), width, 0.34, facecolor=RUNG))
+    ax.text(0, 2.6, f"{WARP} lanes of one warp", fontsize=8)
+    ax.text(0, -0.12, below, fontsize=8, va="top")
+    ax.set(xlim=(-0.2, WARP + 0.2), ylim=(-0.6, 3))
+    ax.axis("off")
     return Picture(figure, title)
 
 

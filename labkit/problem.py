@@ -86,6 +86,8 @@ class Problem:
     gates: Mapping[str, float] = field(default_factory=dict)
     """Structural limits on counted traffic: {"bytes": 1.1} is 1.1 times the ledger."""
     empty_size: Mapping[str, int] | None = None
+    huge_size: Mapping[str, int] | None = None
+    """A size past 2³¹ elements, where 32-bit offsets wrap; tested on GPUs with the memory."""
 
     def truth(self, *args) -> tuple[torch.Tensor, ...]:
         """The reference in float64, whatever dtype the inputs have."""

@@ -50,9 +50,9 @@ class Timing:
         size = ", ".join(f"{k}={v:,}" for k, v in self.size.items())
         return (
             f"{self.rung}, {self.dtype}, {size}: {microseconds(self.p50_s)} "
-            f"(quartiles {microseconds(self.p25_s)} to {microseconds(self.p75_s)}), "
-            f"{rate(self.bandwidth)} useful, {percent(self.fraction_of_ceiling)} of the ceiling\n"
-            f"   {self.source}"
+            f"(quartiles {microseconds(self.p25_s)} to {microseconds(self.p75_s)})\n"
+            f"   {rate(self.bandwidth)} useful, {percent(self.fraction_of_ceiling)} of the "
+            f"ceiling, {self.source}"
         )
 
 

@@ -117,6 +117,8 @@ class _Writer:
         if isinstance(obj, (torch.dtype, torch.device, torch.Size)):
             self.define("torch", torch)
             return f"torch.Size({list(obj)})" if isinstance(obj, torch.Size) else _torch(obj)
+        if _is_cuda_kernel(obj):
+            return self._statement(name, obj).partition(" = ")[2]
         if type(obj) in (list, tuple, set, frozenset):
             parts = [self._value(name, o) for o in obj]
             inside = ", ".join(parts)

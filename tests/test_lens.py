@@ -451,10 +451,11 @@ def test_another_process_gives_the_same_report():
 
 def test_picture():
     report = pickle.loads(pickle.dumps(lens(copy, inputs=(torch.arange(2048.0), 32))))
-    figure = report.plot("x")
-    assert figure.axes[0].get_title("left") == "One warp's load touches 32 sectors; 4 would do"
+    picture = report.plot("x")
+    assert picture.title == "One warp's load touches 32 sectors; 4 would do"
+    assert picture.png().startswith(b"\x89PNG")
     banks = lens(transposed(transpose_kernel), inputs=(torch.randn(TILE, TILE),)).plot("t")
-    assert banks.axes[0].get_title("left") == "One warp's load is a 32-way bank conflict"
+    assert banks.title == "One warp's load is a 32-way bank conflict"
 
 
 def test_errors_say_what_to_do(monkeypatch):

@@ -21,6 +21,7 @@ WORDS = (1500, 3000)
 CODE_LINES_MEDIAN, CODE_LINES_MAX = 8, 60
 PNG_BYTES, NOTEBOOK_BYTES = 60_000, 300_000
 ALT_CHARACTERS = 250
+FROM_RESULTS = ("lab.say(", "LADDER.table(", "LADDER.plot(", "Table(")
 MEASURED = re.compile(r"\d\s*((µs|us|ns|ms|GB/s|TB/s)\b|[GT]FLOP)")
 # Written by tools into a cell's metadata at every run: noise in every diff.
 NOISE = {"execution", "ExecuteTime", "collapsed", "scrolled", "vscode", "colab"}
@@ -141,6 +142,8 @@ def test_length_is_a_chapter(chapter):
 @each_chapter
 def test_measured_numbers_are_tagged_and_something_is_compared(chapter):
     for cell in code_cells(chapter):
+        if any(word in cell.source for word in FROM_RESULTS):
+            continue  # the results file fixes what it shows, so it must be compared
         if "device-output" not in tags(cell):
             found = MEASURED.search(printed(cell))
             assert not found, f"{found.group(0)} without the tag device-output: " + where(

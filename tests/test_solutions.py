@@ -185,3 +185,19 @@ def test_op_survives_compile_and_graph_capture(ladder, problem):
     torch.cuda.synchronize()
     for got, want in zip(captured, lab.outputs(plain(*fresh)), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
+def test_offsets_do_not_wrap_past_2_to_31_elements(ladder, rung):
+    problem, dtype = ladder.problem_of(rung), torch.bfloat16
+    if problem.huge_size is None:
+        pytest.skip("the problem has no huge size")
+    if lab.DEVICE.memory_bytes < 5 * problem.work(dtype, **problem.huge_size).bytes:
+        pytest.skip("needs more memory")
+    inputs = problem.inputs(dtype, **problem.huge_size)
+    got, want = lab.outputs(rung.fn(*inputs)), lab.outputs(problem.library(*inputs))
+    for g, w in zip(got, want, strict=True):
+        for part in (slice(0, 1 << 20), slice(-(1 << 20), None)):
+            near, far = g.view(-1)[part].float(), w.view(-1)[part].float()
+            assert (near - far).abs().max() <= 2**-6 * far.abs().max()
