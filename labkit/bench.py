@@ -15,6 +15,7 @@ from labkit.ladder import Rung, find
 from labkit.problem import Problem, Work
 from labkit.results import Timing, results
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -108,7 +109,9 @@ def measure(
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], runs: int = RUNS) -> dict[str, list]:
-    """Seconds of `runs` calls of each function, one of each per round. Needs a GPU.
+    """Seconds of `runs` calls of each function, one of each per round, shuffled. Needs a GPU.
+
+    Shuffled, because what ran before can cost a short kernel half a microsecond.
 
     A run counts only if the GPU had not reached its start when the host had enqueued its end:
     then no wait for the host is in it. Where that fails, the function gets a longer backlog.
@@ -120,8 +123,10 @@ def interleaved(calls: Mapping[str, Callable[[], object]], runs: int = RUNS) -> 
     torch.cuda.synchronize()
     backlog = dict.fromkeys(calls, 1)  # flushes, of some 100 µs each, in front of a call
     events = {name: [] for name in calls}
+    order, shuffle = list(calls.items()), random.Random(0).shuffle
     for _ in range(runs):
-        for name, call in calls.items():
+        shuffle(order)
+        for name, call in order:
             for _ in range(MAX_BACKLOG):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 for _ in range(backlog[name]):

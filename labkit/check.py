@@ -17,7 +17,7 @@ from labkit.diagnose import BUGS, Case, error, lens_bug, memory_bug, value_bug, 
 from labkit.guard import guarded
 from labkit.ladder import Rung
 from labkit.launch import NotAttempted, attempted, kernels_of
-from labkit.problem import Problem, outputs
+from labkit.problem import Problem, is_float, outputs
 
 import inspect
 import math
@@ -249,7 +249,9 @@ class _Run:
         from labkit.lens import lens
 
         try:
-            return lens_bug(lens(self.launcher, inputs=case.inputs))
+            # The simulators run float32 only, and these bugs do not depend on the dtype.
+            args = [x.float() if is_float(x) else x for x in case.inputs]
+            return lens_bug(lens(self.launcher, inputs=tuple(args)))
         except Exception:  # it raises what the kernel raises; that is reported by the caller
             return None
 

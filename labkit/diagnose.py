@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labkit.guard import Run, unwritten
-from labkit.problem import Problem, outputs
+from labkit.problem import Problem, is_float, outputs
 
 import math
 from collections.abc import Callable, Mapping
@@ -208,10 +208,7 @@ def _shifted(g, want, near) -> bool:
 
 def _suspect(case: Case, got: tuple) -> str | None:
     """The suspect whose formula gives `got`, if one is far nearer to it than the truth is."""
-    args = tuple(
-        a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-        for a in case.inputs
-    )
+    args = tuple(a.double() if is_float(a) else a for a in case.inputs)
     best, best_gap = None, math.inf
     for bug, formula in case.problem.suspects.items():
         try:

@@ -91,10 +91,11 @@ class Problem:
 
     def truth(self, *args) -> tuple[torch.Tensor, ...]:
         """The reference in float64, whatever dtype the inputs have."""
-        return outputs(self.reference(*(a.double() if _is_float(a) else a for a in args)))
+        return outputs(self.reference(*(a.double() if is_float(a) else a for a in args)))
 
 
-def _is_float(value) -> bool:
+def is_float(value) -> bool:
+    """Whether a value is a tensor of a floating type."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 

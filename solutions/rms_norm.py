@@ -430,13 +430,13 @@ def rms_norm_short_kernel(
     mask = (offs_m < M)[:, None] & mask_n[None, :]
     offs = offs_m[:, None] * N + offs_n[None, :]  # [ROWS, BLOCK_N]
     x = tl.load(x_ptr + offs, mask=mask, other=0.0)
+    w = tl.load(w_ptr + offs_n, mask=mask_n)
     if RESIDUAL:
         residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(new_ptr + offs, x, mask=mask)
     h = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + eps)
-    w = tl.load(w_ptr + offs_n, mask=mask_n)  # in L1 after the first program: no need to hold it
     y = w[None, :] * (h * rstd[:, None]).to(x.dtype)
     tl.store(y_ptr + offs, y, mask=mask)
 
