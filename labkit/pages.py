@@ -94,7 +94,7 @@ def bars_table() -> str:
 
 def _number(value: float) -> str:
     """A bar's number: seconds in µs, since no ratio of interest is that small."""
-    return microseconds(value) if value < 1e-3 else f"{value:.3g}"
+    return microseconds(value) if value < 1e-3 else f"{value:.4g}"
 
 
 def scorecard_page() -> str:
