@@ -232,7 +232,8 @@ class _Run:
     def _judge(self, case: Case, run) -> tuple[str, str] | None:
         """The bug and its report, or None when the call was right."""
         if run.error is not None:
-            return self._seen_by_lens(case) or _exception(run.error)
+            report = self._lens(case)
+            return (report and lens_bug(report)) or _exception(run.error)
         if bug := wrong_form(case, run.outputs):
             return bug
         bug = memory_bug(case, run)
@@ -241,9 +242,12 @@ class _Run:
         ):
             return None
         # The lens sees causes (a race, a missing barrier); wrong values are only a symptom.
-        return self._seen_by_lens(case) or bug or value_bug(case, run.outputs)
+        report = self._lens(case)
+        seen = report and lens_bug(report)
+        return seen or bug or value_bug(case, run.outputs, report.writers if report else ())
 
-    def _seen_by_lens(self, case: Case) -> tuple[str, str] | None:
+    def _lens(self, case: Case) -> object:
+        """The lens's report on this call, or None where it cannot look."""
         if not self.kinds & {"numba", "triton"}:
             return None
         from labkit.lens import lens
@@ -251,7 +255,7 @@ class _Run:
         try:
             # The simulators run float32 only, and these bugs do not depend on the dtype.
             args = [x.float() if is_float(x) else x for x in case.inputs]
-            return lens_bug(lens(self.launcher, inputs=tuple(args)))
+            return lens(self.launcher, inputs=tuple(args))
         except Exception:  # it raises what the kernel raises; that is reported by the caller
             return None
 

@@ -143,14 +143,15 @@ def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:
     return None
 
 
-def value_bug(case: Case, got: tuple) -> tuple[str, str]:
-    """Wrong values: the class that explains them best."""
-    g, want, allowed = next(
-        (g, t, a)
-        for g, t, a in zip(got, case.truth, case.allowed, strict=True)
+def value_bug(case: Case, got: tuple, writers: tuple = ()) -> tuple[str, str]:
+    """Wrong values: the class that explains them best. `writers`: see `LensReport.writers`."""
+    i, g, want, allowed = next(
+        (i, g, t, a)
+        for i, (g, t, a) in enumerate(zip(got, case.truth, case.allowed, strict=True))
         if not error(g, t) <= a
     )
-    return _value_class(case, got, g, want, allowed), _where(case, g, want, allowed)
+    who = writers[i] if i < len(writers) else {}
+    return _value_class(case, got, g, want, allowed), _where(case, g, want, allowed, who)
 
 
 def _value_class(case: Case, got: tuple, g, want, allowed: float) -> str:
@@ -240,14 +241,15 @@ def _finite_without_bands(case: Case) -> bool:
         return False
 
 
-def _where(case: Case, g: torch.Tensor, want: torch.Tensor, allowed: float) -> str:
-    """How many values are wrong, the first of them, and small tensors in full."""
+def _where(case: Case, g, want, allowed: float, who: Mapping[int, str]) -> str:
+    """How many values are wrong, the first of them and who wrote it, small tensors in full."""
     bad = ~((g.double() - want.double()).abs() <= allowed)
     first = tuple(bad.nonzero()[0].tolist())
+    writer = who.get(int(bad.flatten().nonzero()[0]))
     lines = [
         f"{int(bad.sum())} of {bad.numel()} values are wrong; first at {first}: "
         f"got {g[first].item():.6g}, wanted {want[first].item():.6g}, "
-        f"may differ by {allowed:.2g}"
+        f"may differ by {allowed:.2g}" + (f"\nwritten by {writer}" if writer else "")
     ]
     if want.numel() <= 32:
         for i, value in enumerate(case.inputs):

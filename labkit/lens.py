@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from labkit.device import SIMULATED
 from labkit.launch import kernels_of
-from labkit.problem import Problem
+from labkit.problem import Problem, outputs
 from labkit.source import portable
 from labkit.tracing import Launch, LensUnavailable, Rows, Trace, numba_hooks, trace, triton_hooks
 
@@ -49,6 +49,7 @@ __all__ = [
     "trace",
 ]
 
+SMALL = 4096  # elements: results up to this size are listed with who wrote each
 WARP = 32  # lanes of one request
 SECTOR = 32  # bytes: what one transaction between L2 and an SM moves
 BANKS, BANK = 32, 4  # shared memory: banks, and bytes of one bank's word
@@ -404,6 +405,8 @@ class LensReport:
     setting: str = ""
     ledger_bytes: int | None = None
     requests: dict = field(default_factory=dict, repr=False, compare=False)
+    writers: tuple[dict[int, str], ...] = field(default=(), repr=False, compare=False)
+    """For each output: flat index -> who wrote it last, "thread 3 of block 1"."""
 
     @property
     def bytes(self) -> int:
@@ -588,7 +591,7 @@ def lens(
 def _here(launcher: Callable, inputs: tuple) -> LensReport:
     with trace() as t:
         try:
-            launcher(*inputs)
+            results = outputs(launcher(*inputs))
         except Exception:
             report = t.report()
             if report.findings:  # they are the cause: an index read out of bounds, say
@@ -599,7 +602,24 @@ def _here(launcher: Callable, inputs: tuple) -> LensReport:
             hooks()  # LensUnavailable, if that is why nothing was seen
         name = getattr(launcher, "__name__", launcher)
         raise ValueError(f"{name} launched no Numba or Triton kernel: the lens has nothing to show")
-    return t.report()
+    writers = tuple(_writers(t, r) for r in results if isinstance(r, torch.Tensor))
+    return replace(t.report(), writers=writers)
+
+
+def _writers(trace: Trace, result: torch.Tensor) -> dict[int, str]:
+    """Who wrote each element of a small result last, by its flat index."""
+    if not result.is_contiguous() or result.numel() > SMALL:
+        return {}
+    start, size, found = result.data_ptr(), result.element_size(), {}
+    writes = np.array([s.kind != "read" for s in trace.sites] or [False])
+    base = np.array([trace.arrays[s.array].storage if s.array >= 0 else 0 for s in trace.sites])
+    for launch in trace.launches:
+        rows = launch.rows()
+        index = (base[rows.site] + rows.offset - start) // size
+        hit = np.flatnonzero(writes[rows.site] & (index >= 0) & (index < result.numel()))
+        for i in hit.tolist():
+            found[int(index[i])] = launch.who(int(rows.block[i]), int(rows.lane[i]))
+    return found
 
 
 def _elsewhere(launcher: Callable, inputs: tuple) -> LensReport:

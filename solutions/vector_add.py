@@ -352,7 +352,13 @@ COALESCED = lab.Exercise(
             "modifies its input",
             {"y[i] = x1[i] + x2[i]": "x1[i] += x2[i]\n        y[i] = x1[i]"},
         ),
+        lab.Mutant(
+            "through_memory",
+            "too much traffic",
+            {"y[i] = x1[i] + x2[i]": "y[i] = x1[i]\n        y[i] += x2[i]"},
+        ),
     ),
+    gates={"bytes": 1.1},  # of the ledger: each element moves once
 )
 
 SILU = "s / (1 + tl.exp(-s))"
@@ -374,6 +380,7 @@ FUSED = lab.Exercise(
         lab.Mutant("first_tile", "local index used for global", {"pid * BLOCK + tl": "tl"}),
         lab.Mutant("no_mask", "missing tail guard", {"offs, y, mask=mask": "offs, y"}),
     ),
+    gates={"bytes": 1.1},
 )
 
 # Attempts not kept ---------------------------------------------------------------------------
