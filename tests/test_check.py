@@ -353,6 +353,28 @@ def test_the_report_shows_the_first_wrong_value():
         assert part in text
 
 
+@cuda.jit
+def spot_kernel(a, b, y):
+    """Thread (col, row) computes y[row, col], and one of them gets it wrong."""
+    col, row = cuda.grid(2)
+    if row < y.shape[0] and col < y.shape[1]:
+        y[row, col] = a[row, col] + 2 * b[row, col] + (row == 1 and col == 3)
+
+
+def spot(a, b):
+    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    if a.numel():
+        spot_kernel[(triton.cdiv(a.shape[1], 2), a.shape[0]), (2, 1), lab.stream()](a, b, y)
+    return y
+
+
+def test_the_report_says_who_wrote_the_first_wrong_value():
+    with pytest.raises(lab.CheckFailed) as caught:
+        lab.check(spot, BLEND)
+    assert "first at (1, 3)" in str(caught.value)
+    assert "written by thread (1, 0) of block (1, 1)" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
