@@ -372,7 +372,7 @@ def test_the_report_says_who_wrote_the_first_wrong_value():
     with pytest.raises(lab.CheckFailed) as caught:
         lab.check(spot, BLEND)
     assert "first at (1, 3)" in str(caught.value)
-    assert "written by thread (1, 0) of block (1, 1)" in str(caught.value)
+    assert "written by thread 1 of block (1, 1)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
