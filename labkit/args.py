@@ -24,7 +24,7 @@ def check_tensors(*, dtypes: tuple[torch.dtype, ...] = FLOATS, **tensors: torch.
     first = None
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}, must be a tensor")
+            raise TypeError(f"{name} must be a tensor, is {type(t).__name__}")
         if first is None:
             first, dtype, device = name, t.dtype, t.device
             if dtype not in dtypes:

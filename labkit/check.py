@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from labkit.device import DEVICE, SIMULATED
 from labkit.diagnose import BUGS, Case, error, lens_bug, memory_bug, value_bug, wrong_form
-from labkit.guard import guarded
+from labkit.guard import bits, guarded
 from labkit.ladder import Rung
-from labkit.launch import NotAttempted, attempted, kernels_of
+from labkit.launch import NotAttempted, as_kernel, attempted, kernels_of
 from labkit.problem import Problem, is_float, outputs
 
 import inspect
@@ -29,7 +29,14 @@ from dataclasses import dataclass, field
 import torch
 
 EPS32 = torch.finfo(torch.float32).eps
-VAGUE = ("wrong formula", "writes nothing", "returns zeros", "NaN")  # symptoms of many bugs
+# Symptoms of many bugs: another size may tell which.
+VAGUE = (
+    "wrong formula",
+    "writes nothing",
+    "returns zeros",
+    "NaN",
+    "low-precision accumulator",
+)
 SEEDS = 3  # random inputs tried per dtype at the largest size
 
 
@@ -105,10 +112,16 @@ def check(
     if not callable(launcher):
         raise TypeError(f"check: fn={fn!r} is not a function")
     name = getattr(launcher, "__name__", type(launcher).__name__)
+    if kernel := as_kernel(launcher):
+        raise TypeError(f"check: fn={kernel.name} is a kernel; pass the function that launches it")
     if not attempted(launcher):
         return Verdict("⚪", name, note="not attempted yet")
 
-    kinds = {k.kind for k in kernels_of(launcher)}
+    kernels = kernels_of(launcher)
+    kinds = {k.kind for k in kernels}
+    if SIMULATED and any(k.autotuned for k in kernels):
+        note = "triton.autotune needs a GPU; launch one configuration to check it here"
+        return Verdict("⚪", name, note=note)
     if SIMULATED and ("cuda" in kinds or (rung and not rung.simulates)):
         return _compiled_only(launcher, name, problem)
     dtypes, skipped = (rung and rung.dtypes) or problem.dtypes, []
@@ -162,6 +175,7 @@ class _Run:
     worst: float = 0.0
     passed: set = field(default_factory=set)
     earlier: list = field(default_factory=list)
+    kept: list = field(default_factory=list)  # the last call's outputs, and copies of them
     failed: bool = False
 
     def fail(self, bug: str, stage: object, text: str) -> None:
@@ -211,6 +225,10 @@ class _Run:
             elif bug in VAGUE and stage == "sizes" and not self.failed:
                 self._fail_elsewhere(dtype, size)
             self.fail(bug, case, text)
+        for old, saved in self.kept:
+            if not torch.equal(bits(old), bits(saved)):
+                self.fail("overwrites an earlier result", case, "the last call's output changed")
+        self.kept = [(o, o.clone()) for o in run.outputs if o.numel()]
         self.passed.add((tuple(size.items()), dtype))
         self.earlier = (self.earlier + [o.detach().clone() for o in run.outputs])[-8:]
         for got, true, allowed in zip(run.outputs, truth, case.allowed, strict=True):

@@ -12,6 +12,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -126,22 +127,34 @@ def _on_a_reader_kernel(options) -> int:
     """Run check, compare or bench in a process of its own: a hang or a crash ends only that."""
     _find(options.operation)
     if options.inner:
-        return _inner(options)
-    command = [sys.executable, "-m", "labkit.cli", options.command, options.operation]
+        code = _inner(options)
+        Path(os.environ["LABKIT_FINISHED"]).touch()
+        return code
+    # -P: files of the reader's folder must not stand in for installed packages.
+    command = [sys.executable, "-P", "-m", "labkit.cli", options.command, options.operation]
     command += [options.kernel, "--inner"] + ["--diff"] * getattr(options, "diff", False)
-    child = subprocess.Popen(command, start_new_session=True)
-    try:
-        code = child.wait(options.timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory() as folder:
+        finished = Path(folder) / "finished"
+        child = subprocess.Popen(
+            command, start_new_session=True, env={**os.environ, "LABKIT_FINISHED": str(finished)}
+        )
+        try:
+            code = child.wait(options.timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        ended = finished.exists()
+    if code is None:
         raise Fault(
             f"🔴 {options.kernel}: hang: no answer within {options.timeout:g} s. A loop that never "
             "ends, or threads that wait for each other? --timeout gives it longer."
-        ) from None
-    except KeyboardInterrupt:
-        os.killpg(child.pid, signal.SIGKILL)
-        raise
+        )
+    if code == 0 and not ended:
+        raise Fault(f"🔴 {options.kernel}: it ended the process before the answer was out")
     if code < 0:
         name = signal.Signals(-code).name
         raise Fault(f"🔴 {options.kernel}: crash: the process died of {name}")
@@ -169,7 +182,7 @@ def _inner(options) -> int:
             return not table.right
         print(lab.bench(fn, problem))
         return 0
-    except lab.CheckFailed as failure:
+    except (lab.CheckFailed, TypeError) as failure:
         raise Fault(str(failure)) from None
     except (KeyError, FileNotFoundError) as why:
         raise Fault(f"no recorded number: {why.args[0]}") from None
@@ -207,7 +220,6 @@ def _chapter(chapter: str):
 
 def _gpu_tests(slug: str) -> dict[str, int]:
     """Counts of the chapter's tests in a run on this GPU."""
-    import tempfile
     import xml.etree.ElementTree as ET
 
     with tempfile.TemporaryDirectory() as folder:

@@ -62,37 +62,6 @@ os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
 
 
 @dataclass(frozen=True)
-class Card:
-    """Datasheet peaks of one GPU: bytes/s and dense FLOP/s. Measured ceilings are lower."""
-
-    bytes_per_s: float
-    flops: dict[str, float]
-
-
-# Vendor datasheets; dense rates, never the "with sparsity" ones. The book's page on the machine
-# cites each source.
-CARDS = {
-    "NVIDIA H200": Card(4.8e12, {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12}),
-    "NVIDIA H100 80GB HBM3": Card(
-        3.35e12, {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12}
-    ),
-    "NVIDIA A100-SXM4-80GB": Card(
-        2.039e12, {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
-    ),
-    "NVIDIA GeForce RTX 5090": Card(
-        1.792e12, {"float32": 104.8e12, "bfloat16": 209.5e12, "float16": 209.5e12}
-    ),
-    "NVIDIA GeForce RTX 4090": Card(
-        1.008e12, {"float32": 82.6e12, "bfloat16": 165.2e12, "float16": 165.2e12}
-    ),
-    "NVIDIA GeForce RTX 3090": Card(
-        0.936e12, {"float32": 35.6e12, "bfloat16": 71e12, "float16": 71e12}
-    ),
-    "Tesla T4": Card(0.32e12, {"float32": 8.1e12, "float16": 65e12}),
-}
-
-
-@dataclass(frozen=True)
 class Device:
     """The device that kernels run on in this process. Sizes in bytes."""
 
@@ -108,11 +77,6 @@ class Device:
         """Folder of its results: "NVIDIA GeForce RTX 4090" gives "rtx4090"."""
         words = self.name.lower().replace("nvidia", "").replace("geforce", "").split()
         return "".join("".join(words).replace("/", "-").split()) or "unknown"
-
-    @property
-    def card(self) -> Card | None:
-        """Datasheet peaks, where this card is in the table."""
-        return CARDS.get(self.name)
 
 
 def _find_device() -> Device:

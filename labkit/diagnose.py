@@ -6,6 +6,7 @@ from labkit.guard import Run, unwritten
 from labkit.problem import Problem, is_float, outputs
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,8 +20,10 @@ BUGS = {
     "returns zeros": "every output is zero",
     "returns its input": "the output is a copy of an input",
     "stale output": "the output is that of an earlier call",
+    "overwrites an earlier result": "its output is a buffer that the next call uses again",
     "NaN": "NaN or infinity where the truth is finite",
     "transposed": "rows and columns of the output are exchanged",
+    "swapped indices": "an index is used for the wrong dimension",
     "off by one": "an index is one too high or one too low",
     "missing tail guard": "threads past the end of the data read or write",
     "tail not written": "part of the output still holds the poison it was allocated with",
@@ -35,6 +38,7 @@ BUGS = {
     "race between threads": "two threads use the same address with no barrier between them",
     "race between blocks": "two blocks use the same address, and at least one writes",
     "low-precision accumulator": "the sum is carried in too few bits",
+    "wrong mask fill": "what masked lanes hold reaches the result",
     "wrong cast order": "values are rounded to the narrow type at another place than in the truth",
     "wrong dtype": "the output has another dtype",
     "wrong shape": "the output has another shape",
@@ -105,6 +109,10 @@ def lens_bug(report) -> tuple[str, str] | None:
     bug = first.bug
     if bug.startswith("out-of-bounds") and first.count > 1:
         bug = "missing tail guard"  # one stray access is an index; many are threads too many
+        if found := re.search(r"\[(\d+), (\d+)\]; its shape is \((\d+), (\d+)\)", first.example):
+            i, j, rows, columns = map(int, found.groups())
+            if rows != columns and i < columns and j < rows:
+                bug = "swapped indices"  # the other way round it would have been inside
     same_line = first.line == first.other_line and first.example.count("writes") == 2
     if bug.startswith("race between") and same_line:
         bug = "local index used for global"  # two blocks write one output: its index lacks a block
@@ -164,14 +172,14 @@ def _value_class(case: Case, got: tuple, g, want, allowed: float) -> str:
         return "NaN"
     if not flat.any():
         return "returns zeros"
+    if bug := _suspect(case, got):
+        return bug
     tensors = [t for t in case.inputs if isinstance(t, torch.Tensor)]
     if any(t.shape == g.shape and torch.equal(t, g) for t in tensors):
         return "returns its input"
     same_form = [e for e in case.earlier if e.shape == g.shape and e.dtype == g.dtype]
     if any(torch.equal(e, g) for e in same_form):
         return "stale output"
-    if bug := _suspect(case, got):
-        return bug
 
     def near(a: torch.Tensor, b: torch.Tensor, share: float = 1.0) -> bool:
         if not a.numel() or a.shape != b.shape:
@@ -194,11 +202,20 @@ def _value_class(case: Case, got: tuple, g, want, allowed: float) -> str:
             return "local index used for global"
     scale = true.abs().max().item()
     small = (flat - true).abs().max().item() < 0.02 * scale
-    if small and case.problem.terms(**case.size) > 1:
+    if small and case.problem.terms(**case.size) > 1 and not _one_factor(g, want):
         return "low-precision accumulator"
     if (tuple(case.size.items()), case.dtype) in case.passed:
         return "depends on the seed"
     return "wrong formula"
+
+
+def _one_factor(g, want) -> bool:
+    """Whether every row is off by the same factor: a formula does that, rounding does not."""
+    if want.dim() < 2 or want.shape[0] < 2:
+        return False
+    rows = want.double().abs().amax(dim=-1)
+    off = (g.double().abs().amax(dim=-1) / rows.clamp_min(1e-30) - 1).flatten()
+    return bool(off.std() < 0.1 * off.mean().abs())
 
 
 def _shifted(g, want, near) -> bool:
@@ -214,14 +231,15 @@ def _suspect(case: Case, got: tuple) -> str | None:
     for bug, formula in case.problem.suspects.items():
         try:
             values = outputs(formula(*args))
-            gaps = [
-                error(g, v) / max(4 * a, 0.02 * error(g, t))
-                for g, v, t, a in zip(got, values, case.truth, case.allowed, strict=True)
-                if max(4 * a, error(g, t)) > 0
-            ]
-        except (RuntimeError, ValueError, ZeroDivisionError):
+        except (RuntimeError, ValueError, IndexError, ZeroDivisionError):
             continue  # the formula does not apply to these shapes
-        if gaps and max(gaps) < min(best_gap, 1.0):
+        rows = list(zip(got, values, case.truth, case.allowed, strict=True))
+        if not any(error(v, t) > 4 * a for _, v, t, a in rows if v.shape == t.shape):
+            continue  # at this size the bug does not show
+        if any(v.shape != t.shape or v.numel() < 3 for _, v, t, _ in rows):
+            continue
+        gaps = [error(g, v) / max(a, 0.05 * error(g, t), 1e-300) for g, v, t, a in rows]
+        if max(gaps) < min(best_gap, 1.0):
             best, best_gap = bug, max(gaps)
     return best
 

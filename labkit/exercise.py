@@ -14,7 +14,7 @@ fails), `mutant:<name>` (a planted bug, which must be rejected).
 from __future__ import annotations
 
 from labkit.check import CheckFailed, Verdict, check
-from labkit.ladder import Rung
+from labkit.ladder import Rung, find
 from labkit.problem import Problem
 
 import ast
@@ -94,6 +94,9 @@ class Attempt:
             fn = self.rung.fn
         elif mode.startswith("mutant:"):
             name = mode.removeprefix("mutant:")
+            every = [m.name for e in find(self.problem.name)[0].exercises for m in e.mutants]
+            if name not in every:
+                raise ValueError(f"LABKIT_MODE={mode!r}: there is no mutant {name!r}: {every}")
             if name in [m.name for m in self.exercise.mutants]:
                 fn = self.exercise.mutant(name, self.rung)
         elif mode not in ("learner", "strict"):

@@ -62,8 +62,9 @@ def _banded(like: torch.Tensor, pattern: dict[int, int]) -> tuple[torch.Tensor, 
 def _damage(name: str, whole: torch.Tensor, pattern: dict[int, int]) -> list[Damage]:
     """Items of the two bands that no longer hold the pattern."""
     found = []
-    for side, band in (("before", whole[:BAND].flip(0)), ("after", whole[-BAND:])):
-        wrong = (bits(band) != pattern[whole.element_size()]).nonzero()
+    raw = bits(whole)  # before flip, which makes every byte of a bool tensor 0 or 1
+    for side, band in (("before", raw[:BAND].flip(0)), ("after", raw[-BAND:])):
+        wrong = (band != pattern[whole.element_size()]).nonzero()
         if wrong.numel():
             found.append(Damage(name, side, int(wrong[0]), wrong.numel()))
     return found
@@ -105,6 +106,8 @@ def guarded(fn: Callable, inputs: tuple) -> Run:
             result = outputs(fn(*args))
         if any(a.is_cuda for a in args if isinstance(a, torch.Tensor)):
             torch.cuda.synchronize()  # a fault inside the kernel surfaces here
+    except SystemExit as stop:
+        return Run(error=RuntimeError(f"it called sys.exit({stop.code})"))
     except Exception as error:
         return Run(error=error)
     damage, changed = [], []

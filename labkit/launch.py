@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+# Functions of these folders are not the reader's.
+PACKAGES = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
 
 class NotAttempted(Exception):
@@ -23,7 +28,21 @@ class Kernel:
     name: str
     kind: str
     object: object
-    function: FunctionType | None  # the Python function under the decorator; None for C++
+    function: FunctionType | None  # the Python function under the decorators; None for C++
+
+    @property
+    def autotuned(self) -> bool:
+        """Whether Triton would time configurations first, which needs a GPU."""
+        return any(type(layer).__name__ == "Autotuner" for layer in _layers(self.object))
+
+
+def _layers(value: object) -> Iterator[object]:
+    """A decorated function from the outside in: autotuner, JIT function, Python function."""
+    while value is not None and not isinstance(value, FunctionType):
+        yield value
+        value = getattr(value, "py_func", None) or getattr(value, "fn", None)
+    if value is not None:
+        yield value
 
 
 def as_kernel(value: object) -> Kernel | None:
@@ -31,47 +50,65 @@ def as_kernel(value: object) -> Kernel | None:
     module, name = type(value).__module__, type(value).__name__
     if name == "CudaKernel" and module.startswith("labkit"):
         return Kernel(value.name, "cuda", value, None)
-    function = getattr(value, "py_func", None) or getattr(value, "fn", None)
-    if not isinstance(function, FunctionType):
-        return None
     for kind in ("numba", "triton"):
         if module.startswith(kind):
-            return Kernel(function.__name__, kind, value, function)
+            *_, function = [None, *_layers(value)]
+            if isinstance(function, FunctionType):
+                return Kernel(function.__name__, kind, value, function)
     return None
 
 
 def reached(fn: Callable) -> Iterator[object]:
-    """Every function and kernel that `fn` refers to, itself included, each once."""
+    """Every function and kernel that `fn` refers to, itself included, each once.
+
+    What it imports from the reader's own files is followed; installed packages are not.
+    """
     seen, queue = set(), [fn]
     while queue:
         value = queue.pop(0)
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, dict):  # a kernel for each dtype, say
-            queue += [v for v in value.values() if as_kernel(v)]
         kernel = as_kernel(value)
         function = kernel.function if kernel else value
-        if kernel or isinstance(function, FunctionType):
+        if isinstance(value, (dict, list, tuple)):  # a kernel for each dtype, say
+            items = value.values() if isinstance(value, dict) else value
+            queue += [v for v in items if as_kernel(v)]
+        elif kernel or isinstance(function, FunctionType):
             yield value
+        elif _own(call := vars(type(value)).get("__call__")):  # a callable object
+            queue += [call, *getattr(value, "__dict__", {}).values()]
         if not isinstance(function, FunctionType):
             continue
-        # Follow names in the same module only: what it imports from elsewhere is not its own.
-        for name in _names(function.__code__):
-            other = function.__globals__.get(name)
-            own = getattr(other, "__module__", None) == function.__module__
-            if own or as_kernel(other) or isinstance(other, dict):
+        names = _names(function.__code__)
+        others = [function.__globals__.get(name) for name in names]
+        others += [cell.cell_contents for cell in function.__closure__ or ()]
+        for other in others:
+            if isinstance(other, ModuleType) and not _packaged(
+                getattr(other, "__file__", "") or ""
+            ):
+                # `import k` and then `k.kernel[grid](...)`
+                members = (getattr(other, n, None) for n in names)
+                queue += [m for m in members if as_kernel(m) or _own(m)]
+            elif as_kernel(other) or _own(other) or isinstance(other, (dict, list, tuple)):
                 queue.append(other)
-        for cell in function.__closure__ or ():
-            queue.append(cell.cell_contents)
 
 
 def _names(code: CodeType) -> list[str]:
-    names = list(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            names += _names(const)
-    return names
+    """Global names and attributes that code uses, those of functions inside it too."""
+    inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _names(c)]
+    return [*code.co_names, *inner]
+
+
+def _own(value: object) -> bool:
+    """Whether a value is a function of the reader's or of solutions, not of a package."""
+    if not isinstance(value, FunctionType):
+        return False
+    return not _packaged(value.__code__.co_filename)
+
+
+def _packaged(file: str) -> bool:
+    return file.startswith(PACKAGES) or "site-packages" in file
 
 
 def kernels_of(fn: Callable) -> list[Kernel]:

@@ -418,15 +418,6 @@ class LensReport:
         """Bytes counted over the ledger's; None without a ledger."""
         return self.bytes / self.ledger_bytes if self.ledger_bytes else None
 
-    @property
-    def sector_bytes(self) -> int:
-        """Bytes of all sectors that global requests touched: what they make the caches move."""
-        return sum(a.sectors * SECTOR for a in self.accesses if a.space == "global")
-
-    def bug(self) -> tuple[str, str] | None:
-        """Class and report of the first finding; None when there is none."""
-        return (self.findings[0].bug, str(self.findings[0])) if self.findings else None
-
     def use(self, arg: str, kernel: str | None = None) -> Use:
         """Counts of one argument, in the first kernel that uses it. ValueError if none does."""
         for use in self.args:

@@ -86,16 +86,18 @@ def bars_table() -> str:
     for ladder, measured in recorded():
         for bar in measured.data["target"]["bars"]:
             lines.append(
-                f"| {ladder.slug} | {bar['text']} | {_number(bar['measured'])} "
-                f"| {_number(bar['limit'])} "
+                f"| {ladder.slug} | {bar['text']} | {_number(bar['measured'], bar['text'])} "
+                f"| {_number(bar['limit'], bar['text'])} "
                 f"| {'yes' if bar['met'] else 'no'} |"
             )
     return "\n".join(lines)
 
 
-def _number(value: float) -> str:
-    """A bar's number: seconds in µs, since no ratio of interest is that small."""
-    return microseconds(value) if value < 1e-3 else f"{value:.4g}"
+def _number(value: float, text: str) -> str:
+    """A bar's number: seconds in µs, shares in %, ratios with two decimals."""
+    if " µs " in text:
+        return microseconds(value)
+    return f"{100 * value:.1f} %" if "%" in text else f"{value:.2f}"
 
 
 def scorecard_page() -> str:

@@ -83,8 +83,6 @@ class Problem:
     suspects: Mapping[str, Callable] = field(default_factory=dict)
     """Bug class -> the formula that a kernel with this bug computes."""
     properties: tuple[Property, ...] = ()
-    gates: Mapping[str, float] = field(default_factory=dict)
-    """Structural limits on counted traffic: {"bytes": 1.1} is 1.1 times the ledger."""
     empty_size: Mapping[str, int] | None = None
     huge_size: Mapping[str, int] | None = None
     """A size past 2³¹ elements, where 32-bit offsets wrap; tested on GPUs with the memory."""

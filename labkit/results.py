@@ -192,11 +192,17 @@ def _problem_in(path: Path, text: str) -> str | None:
         return f"slug is {data['slug']!r}, but the file is {path.name}"
     if _folder_of(data["device"]["name"]) != path.parent.name:
         return f"device {data['device']['name']!r} is unknown to folder {path.parent.name!r}"
+    seen = set()
     for i, t in enumerate(data["timings"]):
         if not t["p25_s"] <= t["p50_s"] <= t["p75_s"]:
             return f"timings/{i}: quartiles are not in order"
-        if not math.isfinite(t["p50_s"]):
-            return f"timings/{i}: p50_s is not finite"
+        for name, value in t.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                return f"timings/{i}: {name} is not finite"
+        key = (t["problem"], t["rung"], t["dtype"], tuple(sorted(t["size"].items())))
+        if key in seen:
+            return f"timings/{i}: {t['rung']} was timed before at this dtype and size"
+        seen.add(key)
     return None
 
 

@@ -111,7 +111,14 @@ SIZES = {
     # short rows, fewer than a Triton program takes and more; rows that fill a program, and almost.
     "test_sizes": tuple(
         {"M": m, "N": n}
-        for m, n in ((1, 1), (2, 31), (1, 127), (9, 128), (2, 129), (2, 1024), (2, 521))
+        for m, n in (
+            *((1, 1), (2, 31), (1, 127), (9, 128), (2, 129), (2, 1024)),
+            *(
+                (130, 3),
+                (2, 2049),
+                (2, 521),
+            ),  # more than a careless grid covers
+        )
     ),
     "empty_size": {"M": 0, "N": 8},
     "huge_size": {"M": 2**19 + 1, "N": 4096},
@@ -149,6 +156,7 @@ RMS_NORM = lab.Problem(
         "flashinfer": flashinfer_rms_norm,
     },
     suspects={
+        "forgets eps": lambda x, w: reference(x, w, 0.0),
         "forgets the gain": lambda x, w: reference(x, torch.ones_like(w)),
         "adds the gain": lambda x, w: reference(x, torch.ones_like(w)) + w,
         "sum instead of mean": lambda x, w: reference(x, w, EPS / len(w)) / len(w) ** 0.5,
@@ -264,7 +272,9 @@ def check_args(x: Tensor, w: Tensor, eps: float, **others: Tensor) -> tuple[int,
     for name, t in others.items():
         if t.shape != x.shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, must be {tuple(x.shape)} like x")
-    if not eps > 0:
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"eps is a {type(eps).__name__}, must be a number")
+    if not 0 < eps < math.inf:
         raise ValueError(f"{eps=} must be positive: a row of zeros would be divided by zero")
     return M, N
 

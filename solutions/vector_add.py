@@ -74,8 +74,9 @@ def zero_is_neutral(kernel) -> str | None:
 
 
 SIZES = {
-    # One element; a prime; below, at and above a Triton tile, which is also four Numba blocks.
-    "test_sizes": tuple({"N": n} for n in (1, 31, BLOCK - 1, BLOCK, BLOCK + 1)),
+    # One element; a prime; below, at and above a Triton tile, which is also four Numba blocks; more
+    # than any fixed grid that looks large enough.
+    "test_sizes": tuple({"N": n} for n in (1, 31, 9001, BLOCK - 1, BLOCK, BLOCK + 1)),
     "empty_size": {"N": 0},
     "huge_size": {"N": 2**31 + 5},
     "bench_size": {"N": 2**28},

@@ -2,7 +2,9 @@
 
 import labkit as lab
 from labkit.check import error_over_allowed
+from labkit.ladder import ladders
 from labkit.launch import kernels_of
+from labkit.problem import is_float
 
 import pytest
 import torch
@@ -386,3 +388,121 @@ def test_the_report_says_who_wrote_the_first_wrong_value():
 def test_bad_arguments_are_named(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def cached_buffer(a, b):
+    """Right each time, and each time in the same memory."""
+    key = ("buffer", a.shape, a.dtype)
+    if key not in KEPT:
+        KEPT[key] = torch.empty_like(a, memory_format=torch.contiguous_format)
+    return KEPT[key].copy_(a + 2 * b)
+
+
+def exits(a, b):
+    raise SystemExit(0)
+
+
+@cuda.jit
+def exchanged_kernel(a, b, y):
+    """Thread (col, row) stores to y[col, row]."""
+    col, row = cuda.grid(2)
+    if row < y.shape[0] and col < y.shape[1]:
+        y[col, row] = a[row, col] + 2 * b[row, col]
+
+
+def exchanged(a, b):
+    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    if a.numel():
+        grid = (triton.cdiv(a.shape[1], 16), triton.cdiv(a.shape[0], 4))
+        exchanged_kernel[grid, (16, 4), lab.stream()](a, b, y)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("fn", "bug"),
+    [
+        (cached_buffer, "overwrites an earlier result"),
+        (exits, "raises"),
+        (exchanged, "swapped indices"),
+    ],
+)
+def test_more_wrong_kernels(fn, bug):
+    KEPT.clear()
+    with pytest.raises(lab.CheckFailed) as caught:
+        lab.check(fn, BLEND)
+    assert caught.value.bug == bug, str(caught.value)
+
+
+def test_kernels_are_found_wherever_the_launcher_keeps_them(tmp_path, monkeypatch):
+    (tmp_path / "their_kernels.py").write_text(
+        "import labkit as lab\nfrom numba import cuda\n\n\n"
+        "@cuda.jit\ndef k(a, b, y):\n    i = cuda.grid(1)\n"
+        "    if i < y.shape[0]:\n        y[i] = a[i] + 2 * b[i]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import their_kernels
+
+    in_a_list = [their_kernels.k]
+
+    def through_a_module(a, b):
+        y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+        if a.numel():
+            flat = (a.reshape(-1), b.reshape(-1), y.view(-1))
+            their_kernels.k[triton.cdiv(a.numel(), 64), 64, lab.stream()](*flat)
+        return y
+
+    class Launcher:
+        def __call__(self, a, b):
+            return through_a_module(a, b)
+
+    assert [k.name for k in kernels_of(through_a_module)] == ["k"]
+    assert [k.name for k in kernels_of(lambda a, b: in_a_list[0])] == ["k"]
+    assert [k.name for k in kernels_of(Launcher())] == ["k"]
+    assert lab.check(through_a_module, BLEND).state == "🟢"
+
+
+def test_an_autotuned_kernel_is_not_claimed_to_be_verified():
+    @triton.autotune([triton.Config({"BLOCK": 64})], key=["N"])
+    @triton.jit
+    def tuned_kernel(a_ptr, y_ptr, N, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, tl.load(a_ptr + offs, mask=offs < N), mask=offs < N)
+
+    def tuned(a, b):
+        y = torch.empty_like(a)
+        tuned_kernel[lambda meta: (triton.cdiv(a.numel(), meta["BLOCK"]),)](a, y, a.numel())
+        return y
+
+    if lab.SIMULATED:
+        assert "autotune needs a GPU" in lab.check(tuned, BLEND).note
+
+
+@pytest.mark.parametrize(
+    "problem", [p for ladder in ladders() for p in ladder.problems], ids=lambda p: p.name
+)
+def test_each_suspect_is_named_by_its_own_class(problem):
+    """A suspect's formula, run as a kernel, is found out; some show at other sizes only."""
+    sizes = [s for s in problem.test_sizes if "M" not in s or s["M"] < 100]
+    for bug, formula in problem.suspects.items():
+        shows = False
+        for size in sizes:
+            inputs = problem.inputs(torch.float64, **size)
+            try:
+                wrong, truth = lab.outputs(formula(*inputs)), problem.truth(*inputs)
+            except (RuntimeError, IndexError):
+                continue
+            shows |= any(
+                w.shape == t.shape and (w - t).abs().max() > 1e-3
+                for w, t in zip(wrong, truth, strict=True)
+            )
+        if not shows:
+            continue
+
+        def wrong(*args, formula=formula):
+            dtype = next(a.dtype for a in args if is_float(a))
+            exact = formula(*(a.double() if is_float(a) else a for a in args))
+            return tuple(o.to(dtype) if is_float(o) else o for o in lab.outputs(exact))
+
+        with pytest.raises(lab.CheckFailed) as caught:
+            lab.check(wrong, problem)
+        assert caught.value.bug == bug, str(caught.value)

@@ -304,7 +304,7 @@ def test_out_of_bounds_in_numba():
     store = report.findings[0]
     assert (store.arg, store.text, store.count) == ("y", "y[i] = x[i] + 1", 24)
     assert store.example == "thread 8 of block 1 writes y[40]; its shape is (40)"
-    assert report.bug()[0] == "out-of-bounds store"
+    assert report.findings[0].bug == "out-of-bounds store"
 
 
 def test_out_of_bounds_in_triton_corrupts_nothing():
