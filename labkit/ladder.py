@@ -169,8 +169,8 @@ def find(name: str) -> tuple[Ladder, Problem]:
 
 
 def ladders() -> list[Ladder]:
-    """The ladder of every solutions module."""
+    """The ladder of every solutions module. Modules named `_…` are drafts and left out."""
     package = importlib.import_module("solutions")
-    names = [m.name for m in pkgutil.iter_modules(package.__path__)]
+    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name[0] != "_"]
     modules = [importlib.import_module(f"solutions.{n}") for n in sorted(names)]
     return [m.LADDER for m in modules if hasattr(m, "LADDER")]

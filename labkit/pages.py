@@ -145,7 +145,8 @@ def gallery_page() -> str:
             parts.append(f"\n### {exercise.rung_name}\n")
             for mutant in exercise.mutants:
                 try:
-                    check(exercise.mutant(mutant.name, rung), ladder.problem_of(rung))
+                    mutated = exercise.mutant(mutant.name, rung)
+                    check(mutated, ladder.problem_of(rung), gates=exercise.gates)
                     said = "accepted: the checker is wrong"
                 except CheckFailed as failure:
                     said = str(failure)

@@ -1,0 +1,617 @@
+"""SwiGLU, the gated activation of a Llama or Qwen MLP, then in one kernel with its projections.
+
+    y[m, n] = silu(gate[m, n]) · up[m, n],   silu(g) = g / (1 + exp(-g))
+    gate = x·W_gateᵀ, up = x·W_upᵀ           in the fused forms
+
+Transformers rounds four times: gate, up, silu(gate) and the product each become a value of x's
+dtype. So do all rungs here.
+
+Shapes   gate [M, N], up [M, N] -> y [M, N]; M tokens, N intermediate size
+         x [M, K], w_gate_up [2·N, K] -> y [M, N]; K hidden size, the gate's rows before up's
+Cost     alone: read gate and up, write y: 3·M·N·itemsize bytes for 5·M·N FLOPs: bandwidth bound
+         fused: 4·M·N·K FLOPs for (M·K + 2·N·K + M·N)·itemsize bytes: one token is bandwidth
+         bound, a prompt compute bound
+Source   Shazeer 2020, arXiv:2002.05202, eq. 6; the rounding is that of Qwen3MLP in Hugging Face
+         Transformers
+"""
+
+import labkit as lab
+from labkit import bars
+
+import math
+import warnings
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from numba import config, cuda, float32
+from torch import Tensor
+
+THREADS = 128  # threads of a block: 16 blocks fill the 2,048 thread slots of an SM
+BLOCK = 1024  # elements of a program of rung 3: 4 or 8 a thread, so 16-byte loads in every dtype
+NUM_WARPS = 4
+ROWS = 4  # rung 5: outputs of a program
+ROW_WARPS = 4  # rung 5: with 4 outputs, 8 loads of 16 bytes under way a thread, 96 KiB on an SM
+DEPTH = 1024  # rung 5: columns that a program has under way at once; K of the smallest model
+SIMULATED = bool(config.ENABLE_CUDASIM)
+Rows = Float[Tensor, "M N"]
+Hidden, Weights = Float[Tensor, "M K"], Float[Tensor, "N2 K"]
+
+# Problems ------------------------------------------------------------------------------------
+
+
+def inputs(dtype: torch.dtype, seed: int = 0, *, M: int, N: int) -> tuple[Tensor, ...]:
+    """Standard normal gate and up."""
+    return tuple(lab.randn((M, N), (M, N), dtype=dtype, seed=seed))
+
+
+def reference(gate: Rows, up: Rows) -> Rows:
+    """The formula, in the dtype it is given: the truth is this in float64."""
+    return gate * torch.sigmoid(gate) * up
+
+
+def library(gate: Rows, up: Rows) -> Rows:
+    """F.silu(gate) * up: two kernels, and silu(gate) goes to memory and back."""
+    return torch.nn.functional.silu(gate) * up
+
+
+def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Liger's kernel; it rounds where Transformers does."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
+@lru_cache(maxsize=1)
+def side_by_side(gate: Tensor, up: Tensor) -> Tensor:
+    """[gate, up] as one tensor. In a model one product writes both, so the copy is not timed."""
+    return torch.cat((gate, up), dim=1)
+
+
+def flashinfer_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """FlashInfer's kernel, which wants gate and up in one tensor; it rounds once."""
+    from flashinfer.activation import silu_and_mul
+
+    return silu_and_mul(side_by_side(gate, up))
+
+
+def casts_like(library, inputs, **size: int):
+    """A property: in bf16, all but a few values are the library's to the last bit."""
+
+    def holds(kernel) -> str | None:
+        args = inputs(torch.bfloat16, seed=1, **size)
+        same = (kernel(*args) == library(*args)).double().mean().item()
+        if same < 0.95:  # rounding gate, up or silu(gate) elsewhere leaves 70 % or less
+            return f"{same:.0%} of the values have the library's bits, wanted 95 %"
+        return None
+
+    return holds
+
+
+def linear_in_up(kernel) -> str | None:
+    """Twice the up gives twice the output, bit for bit; that is not so for the gate."""
+    gate, up = inputs(torch.float32, seed=1, M=3, N=77)
+    if torch.equal(kernel(gate, 2 * up), 2 * kernel(gate, up)):
+        return None
+    return "f(gate, 2·up) is not 2·f(gate, up)"
+
+
+def silu_far_out(kernel) -> str | None:
+    """silu(g) is g far to the right and 0 far to the left, also where exp(-g) overflows."""
+    gate = torch.tensor([[20.0, 89.0, 100.0, -100.0, -89.0, -20.0]], device=lab.DEVICE.torch)
+    with warnings.catch_warnings(action="ignore"):  # the simulators use numpy, which would warn
+        y = kernel(gate, torch.ones_like(gate)).double()
+    wanted = reference(gate.double(), torch.ones_like(gate).double())
+    for at, got, want in zip(gate[0].tolist(), y[0].tolist(), wanted[0].tolist(), strict=True):
+        if not abs(got - want) <= 1e-5 * max(1.0, abs(want)):  # also true for NaN
+            return f"silu({at:g}) is {want:.3g}, got {got:.3g}"
+    return None
+
+
+SWIGLU = lab.Problem(
+    name="swiglu",
+    inputs=inputs,
+    reference=reference,
+    library=library,
+    work=lambda dtype, M, N: lab.Work(bytes=3 * M * N * dtype.itemsize, flops=5 * M * N),
+    terms=lambda M, N: 2,  # 1 + exp(-g)
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
+    # One element; primes; below, at and above a Triton tile, in all and in one row.
+    test_sizes=tuple(
+        {"M": m, "N": n}
+        for m, n in ((1, 1), (3, 31), (1, 1023), (2, 71), (2, 512), (3, 347), (3, 37))
+    ),
+    empty_size={"M": 0, "N": 8},
+    huge_size={"M": 2**17 + 1, "N": 2**14},
+    bench_size={"M": 8192, "N": 14336},  # a prompt of 8,192 tokens through Llama-3-8B
+    sweep=(
+        *({"M": m, "N": 3072} for m in (1, 64, 1024, 8192)),  # Qwen3-0.6B
+        *({"M": m, "N": 12288} for m in (1, 64, 1024, 8192)),  # Qwen3-8B
+        {"M": 8192, "N": 14336},
+    ),
+    target=(bars.fraction("swiglu_fused", 0.99, dtype="bfloat16", M=8192, N=14336),),
+    peers={"liger": liger_swiglu, "flashinfer": flashinfer_swiglu},
+    suspects={
+        "forgets the activation": lambda gate, up: gate * up,
+        "swaps gate and up": lambda gate, up: reference(up, gate),
+        "sigmoid without the product": lambda gate, up: torch.sigmoid(gate) * up,
+        "wrong sign in the exponent": lambda gate, up: gate * torch.sigmoid(-gate) * up,
+        "activation of the product": lambda gate, up: reference(gate * up, torch.ones_like(up)),
+        "adds instead of multiplies": lambda gate, up: reference(gate, torch.ones_like(up)) + up,
+        "forgets up": lambda gate, up: reference(gate, torch.ones_like(up)),
+    },
+    properties=(
+        lab.Property("linear in up", "swaps gate and up", linear_in_up),
+        lab.Property("silu(±100) is 100 and 0", "exp overflows", silu_far_out),
+        lab.Property(
+            "bf16 is rounded where Transformers rounds it",
+            "wrong cast order",
+            casts_like(library, inputs, M=8, N=256),
+            dtypes=(torch.bfloat16,),
+        ),
+    ),
+)
+
+
+def projection_inputs(
+    dtype: torch.dtype, seed: int = 0, *, M: int, N: int, K: int
+) -> tuple[Tensor, ...]:
+    """Standard normal x; normal weights of variance 1/K, so that gate and up are as large as x."""
+    x, w_gate_up = lab.randn((M, K), (2 * N, K), dtype=dtype, seed=seed)
+    return x, w_gate_up.mul_(K**-0.5)
+
+
+def projection_reference(x: Hidden, w_gate_up: Weights) -> Rows:
+    """Two products, the activation, their product."""
+    gate, up = (x @ w_gate_up.T).chunk(2, dim=1)
+    return reference(gate, up)
+
+
+def projection_library(x: Hidden, w_gate_up: Weights) -> Rows:
+    """Transformers' Qwen3MLP, without its last projection: two products, silu, a product."""
+    w_gate, w_up = w_gate_up.chunk(2)
+    return library(torch.nn.functional.linear(x, w_gate), torch.nn.functional.linear(x, w_up))
+
+
+def one_linear(x: Tensor, w_gate_up: Tensor) -> Tensor:
+    """Both projections in one product, then silu and a product."""
+    return library(*torch.nn.functional.linear(x, w_gate_up).chunk(2, dim=1))
+
+
+def flashinfer_projection(x: Tensor, w_gate_up: Tensor) -> Tensor:
+    """Both projections in one product, then FlashInfer's kernel: two launches, as vLLM does."""
+    from flashinfer.activation import silu_and_mul
+
+    return silu_and_mul(torch.nn.functional.linear(x, w_gate_up))
+
+
+def linear_in_the_up_rows(kernel) -> str | None:
+    """Twice the weights of up give twice the output, bit for bit; not so for the gate's."""
+    x, w_gate_up = projection_inputs(torch.float32, seed=1, M=1, N=7, K=40)
+    twice = w_gate_up.clone()
+    twice[7:] *= 2
+    if torch.equal(kernel(x, twice), 2 * kernel(x, w_gate_up)):
+        return None
+    return "twice the rows of up do not give twice the output"
+
+
+def projection_sizes(*sizes: tuple[int, int, int]) -> tuple[dict[str, int], ...]:
+    """(M, N, K) as the dicts that a problem wants."""
+    return tuple({"M": m, "N": n, "K": k} for m, n, k in sizes)
+
+
+def of_columns(x: Tensor, w: Tensor, first: int, last: int) -> Tensor:
+    """What a kernel computes that sums over the columns first … last - 1 only."""
+    return projection_reference(x[:, first:last], w[:, first:last])
+
+
+PROJECTIONS = {
+    "inputs": projection_inputs,
+    "reference": projection_reference,
+    "library": projection_library,
+    "work": lambda dtype, M, N, K: lab.Work(
+        bytes=(M * K + 2 * N * K + M * N) * dtype.itemsize, flops=4 * M * N * K
+    ),
+    "terms": lambda M, N, K: K,
+    "dtypes": (torch.bfloat16, torch.float16, torch.float32),
+    "peers": {"one F.linear": one_linear, "F.linear + flashinfer": flashinfer_projection},
+    "suspects": {
+        "forgets the activation": lambda x, w: torch.mul(*(x @ w.T).chunk(2, dim=1)),
+        "swaps gate and up": lambda x, w: reference(*(x @ w.T).chunk(2, dim=1)[::-1]),
+        "uses the gate twice": lambda x, w: reference(*2 * [x @ w[: len(w) // 2].T]),
+        "takes gate and up from alternate rows": lambda x, w: reference(
+            x @ w[::2].T, x @ w[1::2].T
+        ),
+        "keeps the last columns only": lambda x, w: of_columns(
+            x, w, (x.shape[1] - 1) // DEPTH * DEPTH, x.shape[1]
+        ),
+        "drops the last columns": lambda x, w: of_columns(x, w, 0, x.shape[1] // DEPTH * DEPTH),
+    },
+    "properties": (
+        lab.Property("linear in the rows of up", "swaps gate and up", linear_in_the_up_rows),
+        lab.Property(
+            "bf16 is rounded where Transformers rounds it",
+            "wrong cast order",
+            casts_like(projection_library, projection_inputs, M=1, N=256, K=192),
+            dtypes=(torch.bfloat16,),
+        ),
+    ),
+}
+
+GATE_UP_SWIGLU_PREFILL = lab.Problem(
+    name="gate_up_swiglu_prefill",
+    # One element; primes; below, at and above a tile of the output, and of the columns of x.
+    test_sizes=projection_sizes(
+        (1, 1, 1), (3, 5, 31), (16, 32, 64), (17, 33, 65), (65, 63, 40), (15, 31, 127), (5, 67, 97)
+    ),
+    empty_size={"M": 0, "N": 8, "K": 8},
+    huge_size={"M": 2, "N": 2**17 + 1, "K": 2**13},
+    bench_size={"M": 4096, "N": 3072, "K": 1024},
+    sweep=projection_sizes(
+        *((m, 3072, 1024) for m in (16, 64, 256, 1024, 4096)),  # Qwen3-0.6B
+        (4096, 12288, 4096),  # Qwen3-8B
+        (4096, 14336, 4096),  # Llama-3-8B
+    ),
+    target=(),  # the chapter sets none for this form
+    **PROJECTIONS,
+)
+
+GATE_UP_SWIGLU = lab.Problem(
+    name="gate_up_swiglu",
+    # One element; primes; rows below, at and above a program's; columns below, at and above DEPTH;
+    # more than one token, which goes to rung 4.
+    test_sizes=projection_sizes(
+        (1, 1, 1), (1, 5, 31), (1, 3, 1023), (1, 4, 1024), (1, 9, 1025), (2, 7, 33), (1, 13, 67)
+    ),
+    empty_size={"M": 0, "N": 8, "K": 8},
+    huge_size={"M": 1, "N": 2**17 + 1, "K": 2**13},
+    bench_size={"M": 1, "N": 3072, "K": 1024},  # a token through Qwen3-0.6B
+    sweep=projection_sizes(
+        *((m, 3072, 1024) for m in (1, 2, 8)),  # Qwen3-0.6B
+        (1, 12288, 4096),  # Qwen3-8B
+        (1, 14336, 4096),  # Llama-3-8B
+    ),
+    target=(
+        bars.seconds("gate_up_swiglu_vectorized", 5e-6, dtype="bfloat16", M=1, N=3072, K=1024),
+    ),
+    **PROJECTIONS,
+)
+
+
+def check_args(gate: Tensor, up: Tensor) -> tuple[int, int]:
+    """What rungs 1 to 3 need: two matrices of one shape, dtype and device; returns M and N."""
+    lab.check_tensors(gate=gate, up=up)
+    if gate.ndim != 2 or up.shape != gate.shape:
+        shapes = f"gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}"
+        raise ValueError(f"{shapes}, must be [M, N] both")
+    return gate.shape
+
+
+def check_projection(x: Tensor, w_gate_up: Tensor, out: Tensor | None) -> tuple[int, int, int]:
+    """What rungs 4 and 5 need; returns M, N and K."""
+    lab.check_tensors(x=x, w_gate_up=w_gate_up)
+    lab.check_contiguous(x=x, w_gate_up=w_gate_up)
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}, must be [M, K] with K above zero")
+    M, K = x.shape
+    if w_gate_up.ndim != 2 or w_gate_up.shape[0] % 2 or w_gate_up.shape[1] != K:
+        shape = tuple(w_gate_up.shape)
+        raise ValueError(f"w_gate_up has shape {shape}, must be (2·N, {K}): gate's rows, then up's")
+    N = w_gate_up.shape[0] // 2
+    if out is not None:
+        lab.check_tensors(x=x, out=out)
+        lab.check_contiguous(out=out)
+        if out.shape != (M, N):
+            raise ValueError(f"out has shape {tuple(out.shape)}, must be {(M, N)}")
+    return M, N, K
+
+
+# Rung 1 --------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True)
+def rounded(value, y):
+    """`value`, a float32, in the element type of y. The simulators run float32 only."""
+    if SIMULATED:  # numba drops the branch that it does not take
+        return value
+    return y.dtype.type(value)
+
+
+@cuda.jit
+def swiglu_naive_kernel(gate, up, y):
+    """Thread t computes y[t % M, t // M]: the next thread has the next row."""
+    M, N = y.shape
+    t = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    row, col = t % M, t // M
+    if col < N:
+        g = float32(gate[row, col])
+        silu = g / (float32(1) + math.exp(-g))
+        y[row, col] = rounded(silu, y) * up[row, col]
+
+
+def swiglu_naive(gate: Tensor, up: Tensor) -> Tensor:
+    """One thread per element, counted down the columns: neighbours are a whole row apart."""
+    M, N = check_args(gate, up)
+    y = torch.empty((M, N), dtype=gate.dtype, device=gate.device)
+    if y.numel() > 0:
+        blocks = (M * N + THREADS - 1) // THREADS
+        swiglu_naive_kernel[blocks, THREADS, lab.stream()](gate, up, y)
+    return y
+
+
+# Rung 2 --------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def swiglu_coalesced_kernel(gate, up, y):
+    """Thread tx of block (row, tile) computes y[row, tile·THREADS + tx]."""
+    N = y.shape[1]
+    row = cuda.blockIdx.x
+    col = cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x
+    if col < N:  # the last tile may reach past the end of the row
+        g = float32(gate[row, col])
+        silu = g / (float32(1) + math.exp(-g))
+        y[row, col] = rounded(silu, y) * up[row, col]
+
+
+def swiglu_coalesced(gate: Tensor, up: Tensor) -> Tensor:
+    """Counted along the rows instead: a warp reads 32 neighbours, and no index is divided."""
+    M, N = check_args(gate, up)
+    y = torch.empty((M, N), dtype=gate.dtype, device=gate.device)
+    if y.numel() > 0:
+        grid = (M, (N + THREADS - 1) // THREADS)
+        swiglu_coalesced_kernel[grid, THREADS, lab.stream()](gate, up, y)
+    return y
+
+
+# Rung 3 --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def swiglu_fused_kernel(gate_ptr, up_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    """Program `pid` computes BLOCK of the `count` elements of y, in the order of memory."""
+    pid = tl.program_id(0).to(tl.int64)  # in 32 bits, offsets would wrap at 2³¹ elements
+    offs = pid * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < count
+    gate = tl.load(gate_ptr + offs, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + offs, mask=mask)
+    silu = gate / (1 + tl.exp(-gate))  # where exp overflows, the quotient is the right -0
+    y = silu.to(up.dtype) * up  # rounds here, and again in the product
+    tl.store(y_ptr + offs, y, mask=mask)
+
+
+def swiglu_fused(gate: Rows, up: Rows) -> Rows:
+    """No rows at all: elements are independent, so one tile after another, 16 bytes a load.
+
+    TypeError or ValueError for arguments that are not contiguous matrices of one shape and dtype.
+    """
+    M, N = check_args(gate, up)
+    lab.check_contiguous(gate=gate, up=up)
+    y = torch.empty((M, N), dtype=gate.dtype, device=gate.device)
+    if y.numel() > 0:
+        grid = (triton.cdiv(M * N, BLOCK),)
+        swiglu_fused_kernel[grid](gate, up, y, M * N, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return y
+
+
+# Rung 4 --------------------------------------------------------------------------------------
+
+
+def tile(M: int, itemsize: int) -> dict[str, int]:
+    """The tile of a program of rung 4, its warps and stages, for M tokens."""
+    BLOCK_K = 128 // itemsize  # whole cache lines of x and w
+    rows = max(16, triton.next_power_of_2(M))  # a tensor core takes 16
+    if itemsize == 4:  # no tensor cores at full precision: operands fill registers, too
+        tile = {"BLOCK_M": min(rows, 32), "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+    elif M <= 64:  # few tokens: weights are most of the traffic, and the grid must fill the chip
+        tile = {"BLOCK_M": rows, "BLOCK_N": 32, "num_warps": 4, "num_stages": 4}
+    else:  # 64 sums of float32 a thread; three stages are 96 KiB, which every GPU has from sm_80 on
+        tile = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+    return {**tile, "BLOCK_K": BLOCK_K}
+
+
+@triton.jit
+def gate_up_swiglu_tiled_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (pid_m, pid_n) computes a tile of gate, the same tile of up, and that of y."""
+    # Neighbouring programs share rows of w: they come from memory once, and then from L2.
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = (offs_m < M)[:, None], (offs_n < N)[:, None]
+    acc_gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        offs_k = k + tl.arange(0, BLOCK_K)
+        mask_k = (offs_k < K)[None, :]
+        x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask_m & mask_k, other=0.0)
+        gate_offs = offs_n[:, None] * K + offs_k[None, :]  # [BLOCK_N, BLOCK_K]
+        up_offs = (offs_n + N)[:, None] * K + offs_k[None, :]
+        w_gate = tl.load(w_ptr + gate_offs, mask_n & mask_k, other=0.0)
+        w_up = tl.load(w_ptr + up_offs, mask_n & mask_k, other=0.0)
+        # "ieee": float32 inputs are multiplied as they are, not rounded to TF32 first.
+        acc_gate = tl.dot(x, w_gate.T, acc_gate, input_precision="ieee")
+        acc_up = tl.dot(x, w_up.T, acc_up, input_precision="ieee")
+    gate = acc_gate.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if written and read back
+    up = acc_up.to(x_ptr.dtype.element_ty)
+    y = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up
+    y_offs = offs_m[:, None] * N + offs_n[None, :]
+    tl.store(y_ptr + y_offs, y, mask=mask_m & (offs_n < N)[None, :])
+
+
+def gate_up_swiglu_tiled(x: Hidden, w_gate_up: Weights, *, out: Rows | None = None) -> Rows:
+    """Both products in one kernel: it holds a tile of gate and of up, and writes only y.
+
+    TypeError or ValueError for arguments other than contiguous x [M, K] and w_gate_up [2·N, K] of
+    one dtype; `out`, if given, is [M, N] and is what is written and returned.
+    """
+    M, N, K = check_projection(x, w_gate_up, out)
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device) if out is None else out
+    if y.numel() > 0:
+        how = tile(M, x.itemsize)
+        grid = (triton.cdiv(M, how["BLOCK_M"]), triton.cdiv(N, how["BLOCK_N"]))
+        gate_up_swiglu_tiled_kernel[grid](x, w_gate_up, y, M, N, K, **how)
+    return y
+
+
+# Rung 5 --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def gate_up_swiglu_vectorized_kernel(
+    x_ptr, w_ptr, y_ptr, N, K, ROWS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Program `pid` computes y[pid·ROWS : (pid + 1)·ROWS] of one token: ROWS rows of each half."""
+    pid = tl.program_id(0).to(tl.int64)
+    offs_n = pid * ROWS + tl.arange(0, ROWS)
+    mask_n = offs_n < N
+    gate_rows = offs_n
+    up_rows = offs_n + N
+    gate = tl.zeros((ROWS,), tl.float32)
+    up = tl.zeros((ROWS,), tl.float32)
+    for k in range(0, K, DEPTH):
+        offs_k = k + tl.arange(0, DEPTH)
+        mask_k = offs_k < K
+        mask = mask_n[:, None] & mask_k[None, :]
+        # Weights come from memory and are used once; x comes from L1, so it is asked for last.
+        w_gate = tl.load(w_ptr + gate_rows[:, None] * K + offs_k[None, :], mask=mask, other=0.0)
+        w_up = tl.load(w_ptr + up_rows[:, None] * K + offs_k[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)[None, :]
+        gate += tl.sum(w_gate.to(tl.float32) * x, axis=1)
+        up += tl.sum(w_up.to(tl.float32) * x, axis=1)
+    gate = gate.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if written and read back
+    up = up.to(x_ptr.dtype.element_ty)
+    y = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up
+    tl.store(y_ptr + offs_n, y, mask=mask_n)
+
+
+def gate_up_swiglu_vectorized(x: Hidden, w_gate_up: Weights, *, out: Rows | None = None) -> Rows:
+    """One token is no tile: stream the weights, all loads of a row pair before their first use.
+
+    More than one token goes to rung 4. Arguments and errors as there. With `out`, nothing is
+    allocated, so a CUDA graph can hold the launch; it never waits for the GPU.
+    """
+    M, N, K = check_projection(x, w_gate_up, out)
+    if M != 1:
+        return gate_up_swiglu_tiled(x, w_gate_up, out=out)
+    y = torch.empty((1, N), dtype=x.dtype, device=x.device) if out is None else out
+    if N > 0:
+        grid = (triton.cdiv(N, ROWS),)
+        gate_up_swiglu_vectorized_kernel[grid](
+            x, w_gate_up, y, N, K, ROWS=ROWS, DEPTH=DEPTH, num_warps=ROW_WARPS
+        )
+    return y
+
+
+# Mutants -------------------------------------------------------------------------------------
+
+SILU = "gate / (1 + tl.exp(-gate))"
+FUSED = lab.Exercise(
+    "swiglu_fused",
+    "swiglu_fused_kernel",
+    hints=(
+        "y has `count` elements in a row; which matrix they came from does not matter here. "
+        "tl.arange(0, BLOCK) numbers those of one program: where do they begin?",
+        "Every element needs gate and up at its own place. The last program reaches past the end: "
+        "one mask guards both loads and the store.",
+        "silu(g) = g / (1 + exp(-g)) in float32. In this form a large exp(-g) does no harm.",
+        "Transformers writes silu(gate) to memory before it multiplies. Round it to the dtype of "
+        "up, then multiply in that dtype.",
+    ),
+    mutants=(
+        lab.Mutant("no_silu", "forgets the activation", {SILU: "gate"}),
+        lab.Mutant("sigmoid", "sigmoid without the product", {SILU: "1 / (1 + tl.exp(-gate))"}),
+        lab.Mutant("sign", "wrong sign in the exponent", {SILU: "gate / (1 + tl.exp(gate))"}),
+        lab.Mutant("overflow", "exp overflows", {SILU: "gate * tl.exp(gate) / (1 + tl.exp(gate))"}),
+        lab.Mutant(
+            "swapped",
+            "swaps gate and up",
+            {
+                "gate = tl.load(gate_ptr": "gate = tl.load(up_ptr",
+                "up = tl.load(up_ptr": "up = tl.load(gate_ptr",
+            },
+        ),
+        lab.Mutant("no_mask", "missing tail guard", {"offs, y, mask=mask": "offs, y"}),
+        lab.Mutant("first_tile", "local index used for global", {"pid * BLOCK + tl": "tl"}),
+    ),
+)
+
+VECTORIZED = lab.Exercise(
+    "gate_up_swiglu_vectorized",
+    "gate_up_swiglu_vectorized_kernel",
+    hints=(
+        "A program has ROWS outputs: n = pid·ROWS + 0 … ROWS - 1. Output n needs row n of w, which "
+        "is the gate's, and row N + n, which is up's. A row has K elements.",
+        "Load [ROWS, DEPTH] tiles: offs_n[:, None] * K + offs_k[None, :]. Walk over K in steps of "
+        "DEPTH and add up; both tail masks need zeros where nothing is loaded.",
+        "tl.sum(w · x, axis=1) in float32 is one number a row. Issue both loads of w before the "
+        "first use of either.",
+        "When the sums are complete, round gate and up to the dtype of x: there the unfused model "
+        "writes them to memory. Then silu(gate), rounded, times up.",
+    ),
+    mutants=(
+        lab.Mutant(
+            "alternate",
+            "takes gate and up from alternate rows",
+            {"gate_rows = offs_n": "gate_rows = 2 * offs_n", "offs_n + N": "2 * offs_n + 1"},
+        ),
+        lab.Mutant(
+            "swapped",
+            "swaps gate and up",
+            {
+                "gate_rows = offs_n": "gate_rows = offs_n + N",
+                "up_rows = offs_n + N": "up_rows = offs_n",
+            },
+        ),
+        lab.Mutant("no_silu", "forgets the activation", {f"({SILU})": "gate"}),
+        lab.Mutant(
+            "overwrites", "keeps the last columns only", {"gate += ": "gate = ", "up += ": "up = "}
+        ),
+        lab.Mutant(
+            "short",
+            "drops the last columns",
+            {"range(0, K, DEPTH)": "range(0, K // DEPTH * DEPTH, DEPTH)"},
+        ),
+        lab.Mutant("first_rows", "local index used for global", {"pid * ROWS + tl": "tl"}),
+        lab.Mutant("no_mask", "missing tail guard", {"offs_n, y, mask=mask_n": "offs_n, y"}),
+    ),
+)
+
+LADDER = lab.Ladder(
+    SWIGLU,
+    (
+        lab.Rung(swiglu_naive, "numba"),
+        lab.Rung(swiglu_coalesced, "numba"),
+        lab.Rung(swiglu_fused, "triton"),
+        lab.Rung(gate_up_swiglu_tiled, "triton", problem=GATE_UP_SWIGLU_PREFILL),
+        lab.Rung(gate_up_swiglu_vectorized, "triton", problem=GATE_UP_SWIGLU),
+    ),
+    exercises=(FUSED, VECTORIZED),
+)
+
+# The ops -------------------------------------------------------------------------------------
+
+swiglu = swiglu_fused
+gate_up_swiglu_prefill = gate_up_swiglu_tiled
+gate_up_swiglu = gate_up_swiglu_vectorized
+
+torch.library.custom_op(
+    "kernel_ladder::swiglu", swiglu, mutates_args=(), schema="(Tensor gate, Tensor up) -> Tensor"
+).register_fake(lambda gate, up: gate.new_empty(gate.shape))
+for _op in ("gate_up_swiglu_prefill", "gate_up_swiglu"):
+    torch.library.custom_op(
+        f"kernel_ladder::{_op}",
+        globals()[_op],
+        mutates_args=(),
+        schema="(Tensor x, Tensor w_gate_up) -> Tensor",
+    ).register_fake(lambda x, w_gate_up: x.new_empty((x.shape[0], w_gate_up.shape[0] // 2)))
