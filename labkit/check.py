@@ -64,11 +64,14 @@ class Verdict:
     verified: tuple[str, ...] = ()
     not_verified: tuple[str, ...] = ()
     note: str = ""
+    kernels: bool = True  # False: a plain torch function
 
     def __repr__(self) -> str:
         """One line, and one more for what could not be verified here."""
         if self.state == "🟢":
-            where = "under the simulators" if SIMULATED else f"on {DEVICE.name}"
+            where = f"on {DEVICE.name}"
+            if SIMULATED:
+                where = "under the simulators" if self.kernels else "on the CPU"
             line = (
                 f"🟢 {self.name}: right in {listed(self.verified)} {where}\n"
                 f"   worst error {self.worst:.2f} of what is allowed"
@@ -76,7 +79,7 @@ class Verdict:
         else:
             line = f"{self.state} {self.name}: {self.note}"
         if self.not_verified:
-            line += f"\n   not verified here: {', '.join(self.not_verified)}"
+            line += f"\n   not verified here: {'; '.join(self.not_verified)}"
         return line
 
 
@@ -126,7 +129,8 @@ def check(
         return _compiled_only(launcher, name, problem)
     dtypes, skipped = (rung and rung.dtypes) or problem.dtypes, []
     if SIMULATED and kinds:
-        skipped = [dtype_name(d) for d in dtypes if d != torch.float32] + ["a real GPU"]
+        others = listed([dtype_name(d) for d in dtypes if d != torch.float32])
+        skipped = [*filter(None, [others]), "a real GPU"]
         dtypes = (torch.float32,)
     run = _Run(launcher, name, problem, seed, kinds, skipped)
     try:
@@ -144,7 +148,9 @@ def check(
             run.numbers(dtype)
     except NotAttempted:
         return Verdict("⚪", name, note="not attempted yet")
-    return Verdict("🟢", name, run.worst, tuple(map(dtype_name, dtypes)), tuple(skipped))
+    return Verdict(
+        "🟢", name, run.worst, tuple(map(dtype_name, dtypes)), tuple(skipped), "", bool(kinds)
+    )
 
 
 def _compiled_only(launcher: Callable, name: str, problem: Problem) -> Verdict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from labkit.guard import Run, unwritten
 from labkit.problem import Problem, is_float, outputs
+from labkit.tracing import undefined_lanes
 
 import math
 import re
@@ -167,8 +168,11 @@ def _value_class(case: Case, got: tuple, g, want, allowed: float) -> str:
         return "wrong formula"
     flat, true = g.double().flatten(), want.double().flatten()
     if not torch.isfinite(flat[torch.isfinite(true)]).all():
+        with undefined_lanes():
+            if case.retry and _finite_without_bands(case):
+                return "out-of-bounds read"
         if case.retry and _finite_without_bands(case):
-            return "out-of-bounds read"
+            return "wrong mask fill"
         return "NaN"
     if not flat.any():
         return "returns zeros"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from labkit.check import CheckFailed, Verdict, check
 from labkit.ladder import Rung, find
+from labkit.notebook import Prose, say
 from labkit.problem import Problem
 
 import ast
@@ -109,12 +110,12 @@ class Attempt:
         self.kernel = fn if verdict.state == "🟢" else self.rung.fn
         return verdict
 
-    def hint(self, number: int = 1) -> None:
-        """Print hint 1, 2, …; each says more than the one before."""
+    def hint(self, number: int = 1) -> Prose:
+        """Hint 1, 2, …; each says more than the one before."""
         hints = self.exercise.hints
         if not 1 <= number <= len(hints):
             raise ValueError(f"hint number={number}: there are {len(hints)}, counted from 1")
-        print(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
+        return say(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
 
     def solution(self) -> None:
         """Print the solution's source."""

@@ -1,8 +1,12 @@
-"""Run a kernel on guarded memory: poisoned outputs, canary bands round every buffer."""
+"""Run a kernel on guarded memory: poisoned outputs, canary bands round every buffer.
+
+Triton's undefined lanes are poisoned too, where the interpreter runs the kernel.
+"""
 
 from __future__ import annotations
 
 from labkit.problem import outputs
+from labkit.tracing import undefined_lanes
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,7 +106,7 @@ def guarded(fn: Callable, inputs: tuple) -> Run:
         args.append(value)
     mode = _Bands()
     try:
-        with mode:
+        with undefined_lanes(), mode:
             result = outputs(fn(*args))
         if any(a.is_cuda for a in args if isinstance(a, torch.Tensor)):
             torch.cuda.synchronize()  # a fault inside the kernel surfaces here

@@ -1,9 +1,10 @@
 """Notebook cells from the solutions, the one source: `python -m labkit.sync [--check]`.
 
-A code cell's metadata says what it shows of its chapter's solutions module:
+A cell's metadata says what it shows of its chapter's solutions module:
 
     {"labkit": {"show": ["rms_norm_naive_kernel", "rms_norm_naive"]}}   whole definitions
     {"labkit": {"exercise": "rms_norm_tiled_kernel"}}                   signature and docstring
+    {"labkit": {"hints": "rms_norm_tiled"}}                             folded hints (a text cell)
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ def cell_source(slug: str, metadata: dict) -> str | None:
         return "\n\n\n".join(definition(module, name) for name in marks["show"])
     if "exercise" in marks:
         return skeleton(module, marks["exercise"])
+    if "hints" in marks:
+        hints = module.LADDER.exercise(marks["hints"]).exercise.hints
+        return "\n\n".join(
+            f"<details><summary>Hint {n}</summary>\n\n{hint}\n\n</details>"
+            for n, hint in enumerate(hints, 1)
+        )
     return None
 
 
@@ -43,8 +50,6 @@ def sync(check: bool = False, folder: Path = CHAPTERS) -> list[str]:
         notebook = nbformat.read(path, as_version=4)
         changed = False
         for number, cell in enumerate(notebook.cells):
-            if cell.cell_type != "code":
-                continue
             source = cell_source(slug_of(path), cell.metadata)
             if source is not None and cell.source != source:
                 faults.append(f"{path.name}, cell {number}: differs from solutions")

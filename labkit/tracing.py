@@ -62,7 +62,8 @@ def triton_hooks():
         _TRITON,
         "GridExecutor.__call__ _implicit_cvt InterpreterBuilder.create_masked_load TensorHandle "
         "InterpreterBuilder.create_masked_store InterpreterBuilder.create_atomic_rmw "
-        "InterpreterBuilder.create_atomic_cas interpreter_builder.set_grid_dim _unwrap_tensor",
+        "InterpreterBuilder.create_atomic_cas interpreter_builder.set_grid_dim _unwrap_tensor "
+        "_get_np_dtype",
     )[0]
 
 
@@ -669,6 +670,31 @@ def _triton_changes(trace: Trace, interpreter) -> list[tuple]:
         (builder, "create_atomic_cas", atomic_cas),
         *((builder, n, as_atomic(getattr(builder, n))) for n in newer),
     ]
+
+
+@contextmanager
+def undefined_lanes() -> Iterator[None]:
+    """Lanes that `tl.load` masks off without an `other` hold NaN.
+
+    Triton leaves them undefined; its interpreter would make them 0, which hides their use.
+    """
+    try:
+        interpreter = triton_hooks()
+    except LensUnavailable:
+        yield
+        return
+    builder = interpreter.InterpreterBuilder
+    load = builder.create_masked_load
+
+    def masked_load(self, ptrs, mask, other, *rest, **named):
+        element = ptrs.get_element_ty()
+        dtype = np.dtype(interpreter._get_np_dtype(element))
+        if other is None and dtype.kind == "f":
+            other = interpreter.TensorHandle(np.full(ptrs.data.shape, np.nan, dtype), element)
+        return load(self, ptrs, mask, other, *rest, **named)
+
+    with _patched([(builder, "create_masked_load", masked_load)]):
+        yield
 
 
 def _tensors(arg) -> list[torch.Tensor]:

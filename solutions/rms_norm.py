@@ -33,6 +33,7 @@ MAX_N = 65536  # rungs 4 and 5: 32 warps of 64 elements a thread; past 32,768 re
 THIN, THICK = 8, 64  # elements of a row in a thread of rungs 4 and 5; in bf16, 1 or 8 loads
 ONE_WAVE = 2**20  # elements; half of what 132 SMs with 2,048 threads hold at 8 a thread
 SHORT = 512  # rungs 4 and 5: up to this N, one row is too little work for a program
+MANY = 2 * SHORT  # rung 4: up to this N too, if there is more than one wave of rows
 SIMULATED = bool(config.ENABLE_CUDASIM)
 Rows, Gain = Float[Tensor, "M N"], Float[Tensor, " N"]
 
@@ -484,7 +485,7 @@ def rms_norm_fused(x: Rows, w: Gain, eps: float = EPS) -> Rows:
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    if N <= SHORT:
+    if N <= SHORT or (N <= MANY and M * N > ONE_WAVE):
         rms_norm_short(x, None, w, y, None, eps)
     else:
         rms_norm_fused_kernel[(M,)](
@@ -552,15 +553,15 @@ TILED = lab.Exercise(
     "rms_norm_tiled",
     "rms_norm_tiled_kernel",
     hints=(
-        "One block has one row: row = cuda.blockIdx.x. Each thread squares and adds the columns "
-        "tx, tx + THREADS, tx + 2·THREADS, ... in float32; range(tx, N, THREADS) ends where it "
-        "should for every N.",
-        "Put the sum of each thread into cuda.shared.array(THREADS, float32). Then halve: 64 "
+        "One block has one row: `row = cuda.blockIdx.x`. Each thread squares and adds the columns "
+        "`tx`, `tx + THREADS`, `tx + 2 * THREADS`, ... in float32; `range(tx, N, THREADS)` ends "
+        "where it should for every N.",
+        "Put the sum of each thread into `cuda.shared.array(THREADS, float32)`. Then halve: 64 "
         "threads add the upper half to the lower, then 32, then 16, ...",
-        "A thread may read what another wrote only after cuda.syncthreads(), and every thread of "
+        "A thread may read what another wrote only after `cuda.syncthreads()`, and every thread of "
         "the block must reach each of them. Where do they belong?",
-        "y[row, col] = w[col] * rounded(float32(x[row, col]) * rstd, y), where rstd is one over "
-        "the root of the mean of the squares plus eps.",
+        "`y[row, col] = w[col] * rounded(float32(x[row, col]) * rstd, y)`, where `rstd` is one "
+        "over the root of the mean of the squares plus `eps`.",
     ),
     mutants=(
         lab.Mutant(
@@ -593,11 +594,11 @@ FUSED = lab.Exercise(
     "rms_norm_fused",
     "rms_norm_fused_kernel",
     hints=(
-        "A program has one row. tl.arange(0, BLOCK_N) numbers its columns; the row begins N "
-        "elements after the one before. tl.program_id(0) says which row it is.",
-        "BLOCK_N is a power of two, N need not be. Which value may the masked lanes of x hold so "
+        "A program has one row. `tl.arange(0, BLOCK_N)` numbers its columns; the row begins `N` "
+        "elements after the one before. `tl.program_id(0)` says which row it is.",
+        "`BLOCK_N` is a power of two, N need not be. Which value may the masked lanes of x hold so "
         "that the sum of squares stays right? And by what is that sum divided?",
-        "Compute in float32. Round h · rstd to the dtype of x before it meets w.",
+        "Compute in float32. Round `h * rstd` to the dtype of x before it meets w.",
     ),
     mutants=(
         lab.Mutant(

@@ -331,10 +331,10 @@ COALESCED = lab.Exercise(
     "vector_add_coalesced",
     "vector_add_coalesced_kernel",
     hints=(
-        "A thread knows its block (cuda.blockIdx.x), the size of a block (cuda.blockDim.x) and its "
-        "place in the block (cuda.threadIdx.x). Which of the N elements should be its own?",
-        "All threads of the blocks before yours come first: blockIdx.x · blockDim.x of them. With "
-        "that, the next thread gets the next element.",
+        "A thread knows its block (`cuda.blockIdx.x`), the size of a block (`cuda.blockDim.x`) and "
+        "its place in the block (`cuda.threadIdx.x`). Which of the N elements should be its own?",
+        "All threads of the blocks before yours come first: `blockIdx.x * blockDim.x` of them. "
+        "With that, the next thread gets the next element.",
         "The grid is rounded up to whole blocks, so some threads have no element. They must "
         "neither read nor write.",
     ),
@@ -367,11 +367,12 @@ FUSED = lab.Exercise(
     "vector_add_silu_fused",
     "vector_add_silu_fused_kernel",
     hints=(
-        "One program handles a whole tile. tl.arange(0, BLOCK) numbers its elements; where does "
-        "tile number pid begin?",
+        "One program handles a whole tile. `tl.arange(0, BLOCK)` numbers its elements; where does "
+        "tile number `pid` begin?",
         "The last tile reaches past N. Give the same mask to both loads and to the store.",
-        "Compute in float32: silu(s) = s / (1 + exp(-s)). In this form a large exp(-s) does no "
-        "harm; think about s = -100 before you rearrange it.",
+        "s / (1 + exp(-s)): for s = -100 the exponential is infinite, and -100 over infinity is 0, "
+        "as it should be. Rearrange it to s · exp(s) / (1 + exp(s)), and s = +100 becomes infinity "
+        "over infinity.",
     ),
     mutants=(
         lab.Mutant("no_silu", "forgets the activation", {SILU: "s"}),

@@ -418,18 +418,40 @@ def exchanged(a, b):
     return y
 
 
+@triton.jit
+def unfilled_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Program `row` sums row `row`, and what the lanes beyond it happen to hold."""
+    row, offs = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N)
+    tl.store(y_ptr + row, tl.sum(x))
+
+
+def unfilled(x):
+    M, N = x.shape
+    y = torch.empty(M, dtype=x.dtype, device=x.device)
+    if M:
+        unfilled_kernel[(M,)](x.contiguous(), y, N, BLOCK=triton.next_power_of_2(N))
+    return y
+
+
 @pytest.mark.parametrize(
-    ("fn", "bug"),
+    ("fn", "problem", "bug"),
     [
-        (cached_buffer, "overwrites an earlier result"),
-        (exits, "raises"),
-        (exchanged, "swapped indices"),
+        (cached_buffer, BLEND, "overwrites an earlier result"),
+        (exits, BLEND, "raises"),
+        (exchanged, BLEND, "swapped indices"),
+        pytest.param(
+            unfilled,
+            ROW_SUM,
+            "wrong mask fill",
+            marks=pytest.mark.skipif(not lab.SIMULATED, reason="a GPU may fill with zeros"),
+        ),
     ],
 )
-def test_more_wrong_kernels(fn, bug):
+def test_more_wrong_kernels(fn, problem, bug):
     KEPT.clear()
     with pytest.raises(lab.CheckFailed) as caught:
-        lab.check(fn, BLEND)
+        lab.check(fn, problem)
     assert caught.value.bug == bug, str(caught.value)
 
 

@@ -1,0 +1,960 @@
+"""Attention of decoding: one query per sequence against the keys and values of its whole context.
+
+    o[b, h] = Σ_s p[b, h, s] · v[b, s, h']      p[b, h] = softmax_s(q[b, h] · k[b, s, h'] / sqrt(D))
+    over the context of b, s = 0 … context_lens[b] - 1, and with h' = h // (H / H_kv)
+
+H / H_kv neighbouring query heads share a head of keys and values (GQA). An empty context gives
+zeros. Slots of a cache past the context may hold anything, NaN too.
+
+The caches are chapter 04's: token s of sequence b is row b·S + s of its caches [B·S, H_kv, D], so
+`k.flatten(0, 1)` here is `k_cache` there.
+
+Shapes   q [B, H, D]; k, v [B, S, H_kv, D] with S slots for each sequence; context_lens [B] int32,
+         on the GPU -> o [B, H, D]
+Cost     read the keys and values of every context once: 2·Σ_b context_lens[b]·H_kv·D·itemsize
+         bytes, for 4·H / H_kv FLOPs an element of k: bandwidth bound
+Source   Dao et al. 2023, pytorch.org/blog/flash-decoding (splits); Milakov & Gimelshein 2018,
+         arXiv:1805.02867 (running maximum and sum); Ainslie et al. 2023, arXiv:2305.13245 (GQA)
+"""
+
+import labkit as lab
+from labkit import bars
+
+import inspect
+import math
+import warnings
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int32
+from numba import config, cuda, float32
+from torch import Tensor
+
+THREADS = 64  # threads of a block of rung 1
+TILE = 64  # rungs 2 and 3: keys that a program looks at together
+SPLIT = 256  # rung 3: keys of a program
+WARP = 32
+VECTOR_BYTES = 16  # the widest load a thread can issue
+LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x only
+NEG_INF = -math.inf
+LOWEST = tl.constexpr(-1e30)  # below every score, and unlike -inf it can be subtracted from itself
+MAX_GROUP = 16  # query heads of a program; their sums must fit in registers
+# Rung 4. Each of 8 warps asks for 8 vectors of keys and 8 of values at once: 32 KiB a program, so
+# two programs keep the 64 KiB in flight that an SM needs for its share of the bandwidth.
+WARPS, UNROLL, STAGES = 8, 4, 1
+PROGRAMS_PER_SM = 2
+LEAST = 32  # keys of a program; below that, merging costs more than it saves
+MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
+SMS = lab.DEVICE.sms or 132  # compile cards are made without a device, for an H200
+SIMULATED = bool(config.ENABLE_CUDASIM)
+Queries, Cache = Float[Tensor, "B H D"], Float[Tensor, "B S H_kv D"]
+Lengths = Int32[Tensor, " B"]
+
+# Problem -------------------------------------------------------------------------------------
+
+
+def lengths(B: int, S: int, ragged: int, seed: int) -> Lengths:
+    """Contexts of S tokens; if `ragged`, of 1 to S, the first with all S."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randint(1, S + 1, (B,), generator=generator, dtype=torch.int32)
+    return drawn.index_fill_(0, torch.arange(min(B, 1) if ragged else B), S)
+
+
+def inputs(
+    dtype: torch.dtype, seed: int = 0, *, B: int, H: int, H_kv: int, S: int, D: int, ragged: int = 0
+) -> tuple[Tensor, ...]:
+    """Standard normal q, k and v, past the contexts too: scores are of size one."""
+    q, k, v = lab.randn((B, H, D), (B, S, H_kv, D), (B, S, H_kv, D), dtype=dtype, seed=seed)
+    return q, k, v, lengths(B, S, ragged, seed).to(lab.DEVICE.torch)
+
+
+def scores_of(q: Queries, k: Cache, context_lens: Lengths) -> Float[Tensor, "B H_kv G S"]:
+    """Scaled products of queries and keys; -inf past the context. G query heads share a kv head."""
+    scores = (
+        torch.einsum("bhgd,bshd->bhgs", q.unflatten(1, (k.shape[2], -1)), k) * q.shape[2] ** -0.5
+    )
+    past = torch.arange(k.shape[1], device=k.device) >= context_lens[:, None]  # [B, S]
+    return scores.masked_fill(past[:, None, None], -math.inf)
+
+
+def reference(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+    """The formula, in the dtype it is given: the truth is this in float64."""
+    p = torch.softmax(scores_of(q, k, context_lens), dim=3).nan_to_num()  # no keys: zeros
+    return torch.einsum("bhgs,bshd->bhgd", p, v).flatten(1, 2)
+
+
+def library(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+    """F.scaled_dot_product_attention with enable_gqa, and a mask for the contexts."""
+    inside = torch.arange(k.shape[1], device=k.device) < context_lens[:, None]  # [B, S]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H_kv, S, D]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q[:, :, None], k, v, attn_mask=inside[:, None, None], enable_gqa=True)[:, :, 0]
+
+
+# The peers are timed on full caches, and two of them are right for no others.
+
+
+def full_sdpa(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """F.scaled_dot_product_attention without a mask: FlashAttention's kernels, with splits."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+
+
+def flashinfer_decode(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """FlashInfer's kernel for one sequence."""
+    if len(q) != 1:
+        raise NotImplementedError(f"{len(q)} sequences: single_decode takes one")
+    from flashinfer import single_decode_with_kv_cache
+
+    return single_decode_with_kv_cache(q[0], k[0], v[0], kv_layout="NHD")[None]
+
+
+def fa3_decode(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """FlashAttention 3; it reads the lengths on the GPU."""
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=context_lens)[:, 0]
+
+
+def quietly(kernel, *args: Tensor) -> Tensor:
+    """o in float64. The simulators compute with numpy, which warns of what a GPU does silently."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return kernel(*args).double()
+
+
+SMALL = {"B": 2, "H": 4, "H_kv": 2, "S": 150, "D": 16, "ragged": 1}
+
+
+def large_scores(kernel) -> str | None:
+    """Scores of size 1e3, whose exponentials overflow, come out as the reference says."""
+    q, k, v, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    try:
+        o = quietly(kernel, 1e3 * q, k, v, context_lens)
+    except OverflowError:
+        return "exp overflows"
+    error = (o - reference(1e3 * q.double(), k.double(), v.double(), context_lens)).abs().max()
+    return None if error.item() <= 1e-2 else f"values are wrong by {error.item():.2g}"
+
+
+def past_does_not_matter(kernel) -> str | None:
+    """NaN in every slot past the contexts changes nothing."""
+    q, k, v, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    past = torch.arange(k.shape[1], device=k.device) >= context_lens[:, None]
+    spoilt = (x.masked_fill(past[:, :, None, None], math.nan) for x in (k, v))
+    same = torch.equal(
+        quietly(kernel, q, *spoilt, context_lens), quietly(kernel, q, k, v, context_lens)
+    )
+    return None if same else "what a slot past the context holds changes the result"
+
+
+def empty_context(kernel) -> str | None:
+    """A sequence without tokens gets zeros, and the one beside it what it should."""
+    q, k, v, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    context_lens[1] = 0
+    o = quietly(kernel, q, k, v, context_lens)
+    if o[1].any():  # also true for NaN
+        return f"a sequence without tokens gets {o[1].abs().max().item():.3g}, wanted 0"
+    error = (o - reference(q.double(), k.double(), v.double(), context_lens)).abs().max().item()
+    return None if error <= 1e-5 else "the sequence beside the empty one is wrong"
+
+
+def given_memory(kernel) -> str | None:
+    """With an output and a workspace of the caller's: the same bits, call after call."""
+    if "workspace" not in inspect.signature(kernel).parameters:
+        return None
+    for H_kv in (1, 2):
+        q, k, v, context_lens = inputs(torch.float32, seed=1, **{**SMALL, "H_kv": H_kv})
+        wanted, out = kernel(q, k, v, context_lens), torch.empty_like(q)
+        workspace = decode_attention_workspace(q, k)
+        for call in range(3):
+            got = kernel(q, k, v, context_lens, out=out.fill_(7.0), workspace=workspace)
+            if got is not out or not torch.equal(out, wanted):
+                return f"call {call} with `out` and `workspace` differs from a call without"
+    return None
+
+
+def of_head(x: Cache, head: Tensor) -> Cache:
+    """The cache with a head for each query head, as `head` says."""
+    return x[:, :, head]
+
+
+def wrong_heads(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+    """A suspect: query head h takes head h % H_kv, as if the heads of a group lay apart."""
+    head = torch.arange(q.shape[1], device=q.device) % k.shape[2]
+    return reference(q, of_head(k, head), of_head(v, head), context_lens)
+
+
+def without_rescale(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+    """A suspect: what earlier tiles gave keeps the maximum that it was computed with."""
+    scores = scores_of(q, k, context_lens)
+    tops = torch.stack([tile.amax(dim=3) for tile in scores.split(TILE, dim=3)], dim=3)
+    tops = tops.cummax(dim=3).values.repeat_interleave(TILE, dim=3)[..., : k.shape[1]]
+    p = torch.exp(scores - tops)
+    o = torch.einsum("bhgs,bshd->bhgd", p / p.sum(dim=3, keepdim=True), v)
+    return o.flatten(1, 2)
+
+
+def zeros_for_masked(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+    """A suspect: the last tile is filled up with scores of 0."""
+    past = torch.arange(k.shape[1], device=k.device) >= context_lens[:, None]
+    k, v = (x.masked_fill(past[:, :, None, None], 0.0) for x in (k, v))
+    filled = (0, 0, 0, 0, 0, -k.shape[1] % TILE)
+    k, v = torch.nn.functional.pad(k, filled), torch.nn.functional.pad(v, filled)
+    return reference(q, k, v, (context_lens + TILE - 1) // TILE * TILE)
+
+
+def without_last_split(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+    """A suspect: of several splits, the last is not merged."""
+    whole = (context_lens - 1) // SPLIT * SPLIT
+    return reference(q, k, v, torch.where(whole > 0, whole, context_lens))
+
+
+def equal_splits(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+    """A suspect: the mean of the splits, whatever they weigh."""
+    starts = range(0, k.shape[1], SPLIT)
+    parts = [reference(q, k[:, s:], v[:, s:], (context_lens - s).clamp(0, SPLIT)) for s in starts]
+    count = (context_lens + SPLIT - 1) // SPLIT
+    return sum(parts) / count[:, None, None]
+
+
+def sizes(*each: tuple[int, ...], **more: int) -> tuple[dict[str, int], ...]:
+    """(B, H, H_kv, S, D) as the dicts that a problem wants."""
+    return tuple(dict(zip(("B", "H", "H_kv", "S", "D"), s, strict=True)) | more for s in each)
+
+
+QWEN_SMALL = {"H": 16, "H_kv": 8, "D": 128}  # Qwen3-0.6B
+CONTEXTS = (512, 2048, 8192, 32768)
+DECODE_ATTENTION = lab.Problem(
+    name="decode_attention",
+    inputs=inputs,
+    reference=reference,
+    library=library,
+    work=lambda dtype, B, H, H_kv, S, D, ragged=0: lab.Work(
+        bytes=2 * (int(lengths(B, S, ragged, 0).sum()) * H_kv + B * H) * D * dtype.itemsize + 4 * B,
+        flops=4 * int(lengths(B, S, ragged, 0).sum()) * H * D,
+    ),
+    terms=lambda B, H, H_kv, S, D, ragged=0: S + D,
+    # One key; fewer keys than a warp has lanes, a tile and one beside, several splits and a rest;
+    # one query head to a kv head, three (no power of two), all; D no power of two; one group.
+    test_sizes=(
+        *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 16), (2, 2, 2, 64, 8), (1, 6, 2, 65, 12)),
+        *sizes((2, 4, 2, 300, 16), (3, 3, 1, 130, 8), (2, 4, 2, 521, 16), ragged=1),
+        *sizes((1, 2, 1, 1030, 32)),
+        *sizes((2, 4, 2, 290, 16), ragged=1),
+    ),
+    empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 16},
+    huge_size={"B": 2, "H": 64, "H_kv": 64, "S": 2**18 + 1, "D": 128},
+    bench_size={"B": 32, "S": 4096, **QWEN_SMALL},
+    sweep=(
+        *({"B": 1, "S": s, **QWEN_SMALL} for s in (128, *CONTEXTS)),
+        *({"B": b, "S": 4096, **QWEN_SMALL} for b in (2, 8, 64)),
+        *({"B": b, "S": 4096, "H": 32, "H_kv": 8, "D": 128} for b in (1, 32)),  # Llama-3-8B
+    ),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
+    target=(
+        *(
+            bars.ratio(
+                "decode_attention_fused",
+                "SDPA, full",
+                0.6,
+                dtype="bfloat16",
+                B=1,
+                S=s,
+                **QWEN_SMALL,
+            )
+            for s in CONTEXTS[:3]
+        ),
+        bars.seconds("decode_attention_fused", 40e-6, dtype="bfloat16", B=1, S=32768, **QWEN_SMALL),
+        lab.Bar(
+            "decode_attention_fused reaches 93% of the read ceiling at B=32, S=4,096, bfloat16",
+            lambda results: (
+                results.timing(
+                    "decode_attention_fused", "bfloat16", B=32, S=4096, **QWEN_SMALL
+                ).bandwidth
+                / results.ceilings["read_bytes_per_s"]
+            ),
+            at_least=0.93,
+        ),
+    ),
+    peers={"SDPA, full": full_sdpa, "flashinfer": flashinfer_decode, "fa3": fa3_decode},
+    suspects={
+        "wrong GQA head map": wrong_heads,
+        "missing scale": lambda q, k, v, n: reference(q * q.shape[2] ** 0.5, k, v, n),
+        "ignores context_lens": lambda q, k, v, n: reference(q, k, v, 0 * n + k.shape[1]),
+        "last key left out": lambda q, k, v, n: reference(q, k, v, (n - 1).clamp(min=1)),
+        "reads past the context": lambda q, k, v, n: reference(
+            q, k, v, (n + 1).clamp(max=k.shape[1])
+        ),
+        "wrong mask fill": zeros_for_masked,
+        "missing rescale": without_rescale,
+        "last partial split dropped": without_last_split,
+        "splits weighed alike": equal_splits,
+    },
+    properties=(
+        lab.Property("scores of size 1e3 give no NaN", "no max-subtraction", large_scores),
+        lab.Property(
+            "slots past the context do not matter", "reads past the context", past_does_not_matter
+        ),
+        lab.Property("an empty context gives zeros", "empty context", empty_context),
+        lab.Property("a workspace can be used again", "workspace left dirty", given_memory),
+    ),
+)
+
+
+def check_args(
+    q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor, max_context: int | None, validate: bool
+) -> tuple[int, int, int, int, int]:
+    """What every rung needs; returns B, H, H_kv, S and D.
+
+    Lengths in the GPU's memory are read only if `validate`: that waits for the GPU.
+    """
+    lab.check_tensors(q=q, k=k, v=v)
+    lab.check_tensors(dtypes=(torch.int32,), context_lens=context_lens)
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}, must be [B, H, D]")
+    B, H, D = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (B, D) or 0 in k.shape[1:]:
+        raise ValueError(f"k has shape {tuple(k.shape)}, must be ({B}, S, H_kv, {D}) to go with q")
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}, must be {tuple(k.shape)} like k")
+    if context_lens.shape != (B,):
+        raise ValueError(f"context_lens has shape {tuple(context_lens.shape)}, must be ({B},)")
+    if context_lens.device != q.device:
+        raise ValueError(f"context_lens is on {context_lens.device}, must be on {q.device} like q")
+    S, H_kv = k.shape[1:3]
+    if H % H_kv or not 1 <= H // H_kv <= MAX_GROUP:
+        raise ValueError(f"{H=} query heads must be 1 to {MAX_GROUP} times {H_kv=}")
+    if max_context is not None and not 1 <= max_context <= S:
+        raise ValueError(f"{max_context=} must lie in 1 … {S}, the slots of a sequence in k")
+    if B > 0 and (validate or not context_lens.is_cuda):
+        for value in (int(context_lens.min()), int(context_lens.max())):
+            if not 0 <= value <= S:
+                raise ValueError(f"context_lens holds {value}, must lie in 0 … {S}")
+    return B, H, H_kv, S, D
+
+
+# Rung 1 --------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True)
+def rounded(value, y):
+    """`value`, a float32, in the element type of y. The simulators run float32 only."""
+    if SIMULATED:  # numba drops the branch that it does not take
+        return value
+    return y.dtype.type(value)
+
+
+@cuda.jit
+def decode_attention_naive_kernel(q, k, v, context_lens, scale, p, o):
+    """Block (h, b) computes o[b, h, :]; its weights go to p[b, h, :], and come back.
+
+    Thread tx has the keys tx, tx + THREADS, ..., then the columns tx, tx + THREADS, ... of o.
+    """
+    H, D = q.shape[1], q.shape[2]
+    S, H_kv = k.shape[1], k.shape[2]
+    h, b = cuda.blockIdx.x, cuda.blockIdx.y
+    tx = cuda.threadIdx.x
+    h_kv = h // (H // H_kv)
+    length = min(context_lens[b], S)
+    part_s = cuda.shared.array(THREADS, float32)
+    m = float32(NEG_INF)
+    for s in range(tx, length, THREADS):
+        score = float32(0)
+        for d in range(D):
+            score += float32(q[b, h, d]) * float32(k[b, s, h_kv, d])
+        score *= float32(scale)
+        p[b, h, s] = score
+        m = max(m, score)
+    part_s[tx] = m
+    cuda.syncthreads()
+    # A tree: the upper half joins the lower until part_s[0] is the maximum of the context.
+    half = THREADS // 2
+    while half > 0:
+        if tx < half:
+            part_s[tx] = max(part_s[tx], part_s[tx + half])
+        cuda.syncthreads()
+        half //= 2
+    m = part_s[0]
+    cuda.syncthreads()  # all have read the maximum before sums come
+    total = float32(0)
+    for s in range(tx, length, THREADS):
+        weight = math.exp(p[b, h, s] - m)
+        p[b, h, s] = weight
+        total += weight
+    part_s[tx] = total
+    cuda.syncthreads()  # and every weight is in p
+    step = THREADS // 2
+    while step > 0:
+        if tx < step:
+            part_s[tx] += part_s[tx + step]
+        cuda.syncthreads()
+        step //= 2
+    total = part_s[0]
+    for d in range(tx, D, THREADS):
+        acc = float32(0)
+        for s in range(length):
+            acc += p[b, h, s] * float32(v[b, s, h_kv, d])
+        if length > 0:
+            acc /= total
+        o[b, h, d] = rounded(acc, o)
+
+
+def decode_attention_naive(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """One block per query head: heads of a group read the same keys, a few blocks fill no GPU."""
+    B, H, _, S, D = check_args(q, k, v, context_lens, None, False)
+    o = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    p = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
+    if o.numel() > 0:
+        decode_attention_naive_kernel[(H, B), THREADS, lab.stream()](
+            q, k, v, context_lens, D**-0.5, p, o
+        )
+    return o
+
+
+# Rung 2 --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def decode_attention_grouped_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    context_lens_ptr,
+    o_ptr,
+    scale,
+    S,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (h, b) computes o of sequence b for the G query heads that share kv head h.
+
+    The softmax is online: tile after tile, with a running maximum m_i and sum l_i for each head.
+    """
+    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # in 32 bits, offsets would wrap
+    length = tl.minimum(tl.load(context_lens_ptr + b), S)
+    offs_g, offs_s, offs_d = tl.arange(0, GROUP), tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    mask_q = (offs_g < G)[:, None] & mask_d[None, :]
+    offs_q = (b * H_KV + h) * G * D + offs_g[:, None] * D + offs_d[None, :]
+    offs_kv = offs_s[:, None] * (H_KV * D) + offs_d[None, :]
+    q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(tl.float32) * scale  # [GROUP, BLOCK_D]
+    m_i = tl.full((GROUP,), LOWEST, tl.float32)
+    l_i = tl.zeros((GROUP,), tl.float32)
+    acc = tl.zeros((GROUP, BLOCK_D), tl.float32)
+    for start in range(0, length, TILE):
+        inside = start + offs_s < length
+        mask = inside[:, None] & mask_d[None, :]
+        row = (b * S + start) * H_KV * D + h * D
+        k = tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+        s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)  # [GROUP, TILE]
+        s = tl.where(inside[None, :], s, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        alpha = tl.exp2(m_i - m_new)  # what was added so far shrinks when the maximum grows
+        p = tl.exp2(s - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * v[None, :, :], axis=1)
+        m_i = m_new
+    o = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]  # an empty context: zeros, not 0 / 0
+    tl.store(o_ptr + offs_q, o, mask=mask_q)
+
+
+def decode_attention_grouped(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """One program per kv head: keys and values are read once for the query heads that share them."""
+    B, H, H_kv, S, D = check_args(q, k, v, context_lens, None, False)
+    lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
+    o = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    if o.numel() > 0:
+        decode_attention_grouped_kernel[(H_kv, B)](
+            q,
+            k,
+            v,
+            context_lens,
+            o,
+            D**-0.5 * LOG2_E,
+            S,
+            H_KV=H_kv,
+            G=H // H_kv,
+            D=D,
+            GROUP=triton.next_power_of_2(H // H_kv),
+            BLOCK_D=triton.next_power_of_2(D),
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+    return o
+
+
+# Rung 3 --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def decode_attention_split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    context_lens_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale,
+    S,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (h, split, b) does what rung 2 does for SPLIT keys of the context.
+
+    It leaves their softmax, and log2 of the sum of their exponentials: partial [B, H, splits, D]
+    and lse [B, H, splits].
+    """
+    h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first = split * SPLIT
+    end = tl.minimum(tl.minimum(tl.load(context_lens_ptr + b), S), first + SPLIT)
+    if first < end:
+        offs_g, offs_s, offs_d = tl.arange(0, GROUP), tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+        mask_d = offs_d < D
+        mask_q = (offs_g < G)[:, None] & mask_d[None, :]
+        head = (b * H_KV + h) * G + offs_g  # of all B·H
+        offs_q = head[:, None] * D + offs_d[None, :]
+        offs_kv = offs_s[:, None] * (H_KV * D) + offs_d[None, :]
+        q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(tl.float32) * scale
+        m_i = tl.full((GROUP,), LOWEST, tl.float32)
+        l_i = tl.zeros((GROUP,), tl.float32)
+        acc = tl.zeros((GROUP, BLOCK_D), tl.float32)
+        for start in range(first, end, TILE):
+            inside = start + offs_s < end
+            mask = inside[:, None] & mask_d[None, :]
+            row = (b * S + start) * H_KV * D + h * D
+            k = tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)
+            s = tl.where(inside[None, :], s, -float("inf"))
+            m_new = tl.maximum(m_i, tl.max(s, axis=1))
+            alpha = tl.exp2(m_i - m_new)
+            p = tl.exp2(s - m_new[:, None])
+            l_i = l_i * alpha + tl.sum(p, axis=1)
+            acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * v[None, :, :], axis=1)
+            m_i = m_new
+        row = head * tl.num_programs(1) + split
+        offs_o = row[:, None] * D + offs_d[None, :]
+        tl.store(partial_ptr + offs_o, acc / l_i[:, None], mask=mask_q)
+        tl.store(lse_ptr + row, m_i + tl.log2(l_i), mask=offs_g < G)
+
+
+@triton.jit
+def decode_attention_merge_kernel(
+    partial_ptr,
+    lse_ptr,
+    context_lens_ptr,
+    o_ptr,
+    S,
+    SPLITS,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (h, b) computes o[b, h, :] from the splits of b: 2^lse weighs a split."""
+    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    used = tl.cdiv(tl.minimum(tl.load(context_lens_ptr + b), S), SPLIT)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    first = (b * H + h) * SPLITS
+    m_i = LOWEST * 1.0
+    l_i = 0.0
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for split in range(0, used):
+        lse = tl.load(lse_ptr + first + split)
+        o = tl.load(partial_ptr + (first + split) * D + offs_d, mask=mask_d, other=0.0)
+        m_new = tl.maximum(m_i, lse)
+        alpha = tl.exp2(m_i - m_new)
+        weight = tl.exp2(lse - m_new)
+        l_i = l_i * alpha + weight
+        acc = acc * alpha + weight * o
+        m_i = m_new
+    o = acc / tl.where(l_i > 0, l_i, 1.0)
+    tl.store(o_ptr + (b * H + h) * D + offs_d, o, mask=mask_d)
+
+
+def decode_attention_split(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """Contexts are split over programs: one sequence fills the chip; a second launch merges."""
+    B, H, H_kv, S, D = check_args(q, k, v, context_lens, None, False)
+    lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
+    o = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    splits = triton.cdiv(S, SPLIT)
+    partial = torch.empty((B, H, splits, D), dtype=torch.float32, device=q.device)
+    lse = torch.empty((B, H, splits), dtype=torch.float32, device=q.device)
+    BLOCK_D = triton.next_power_of_2(D)
+    if o.numel() > 0:
+        decode_attention_split_kernel[(H_kv, splits, B)](
+            q,
+            k,
+            v,
+            context_lens,
+            partial,
+            lse,
+            D**-0.5 * LOG2_E,
+            S,
+            H_KV=H_kv,
+            G=H // H_kv,
+            D=D,
+            GROUP=triton.next_power_of_2(H // H_kv),
+            BLOCK_D=BLOCK_D,
+            TILE=TILE,
+            SPLIT=SPLIT,
+            num_warps=WARPS,
+        )
+        decode_attention_merge_kernel[(H, B)](
+            partial,
+            lse,
+            context_lens,
+            o,
+            S,
+            splits,
+            H=H,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            SPLIT=SPLIT,
+            num_warps=1,
+        )
+    return o
+
+
+# Rung 4 --------------------------------------------------------------------------------------
+
+
+class Workspace(NamedTuple):
+    """Memory that the programs of rung 4 meet in; every launch leaves the counters at zero."""
+
+    partial: Float[Tensor, "B H splits D"]  # float32
+    lse: Float[Tensor, "B H splits"]  # float32
+    counters: Int32[Tensor, " n"]  # one for each kv head of each sequence
+
+
+KEPT_COUNTERS: dict[tuple, Tensor] = {}
+
+
+def zero_counters(count: int, device: torch.device) -> Tensor:
+    """At least `count` zeros, which the launches of a stream use one after another.
+
+    Zeros of its own for every call would cost a launch. A CUDA graph, which may be replayed on
+    another stream, does get its own.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    stream = device, torch.cuda.current_stream(device).cuda_stream
+    if stream not in KEPT_COUNTERS or len(KEPT_COUNTERS[stream]) < count:
+        KEPT_COUNTERS[stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return KEPT_COUNTERS[stream]
+
+
+def splits_for(B: int, H_kv: int, max_context: int) -> int:
+    """Programs that share a context: enough in all to fill the chip, none with little to do."""
+    room = PROGRAMS_PER_SM * SMS // max(1, B * H_kv)
+    return max(1, min(room, triton.cdiv(max_context, LEAST)))
+
+
+def new_workspace(q: Tensor, H_kv: int, splits: int, counters: Tensor) -> Workspace:
+    """A workspace round some counters."""
+    B, H, D = q.shape
+    partial = torch.empty((B, H, splits, D), dtype=torch.float32, device=q.device)
+    lse = torch.empty((B, H, splits), dtype=torch.float32, device=q.device)
+    return Workspace(partial, lse, counters)
+
+
+def decode_attention_workspace(
+    q: Queries, k: Cache, *, max_context: int | None = None
+) -> Workspace:
+    """What `decode_attention` needs beside its output, for calls with these shapes one by one."""
+    B, S, H_kv, _ = k.shape
+    counters = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)
+    return new_workspace(q, H_kv, splits_for(B, H_kv, max_context or S), counters)
+
+
+@triton.jit
+def absorbed(m_i, l_i, acc, s, v):
+    """Every row's running softmax, with scores s and values v more: no row waits for another.
+
+    m_i and l_i [ROWS], acc [ROWS, D]; s [UNROLL, ROWS], v [UNROLL, ROWS, D].
+    """
+    m_new = tl.maximum(m_i, tl.max(s, axis=0))
+    alpha = tl.exp2(m_i - m_new)
+    p = tl.exp2(s - m_new[None, :])
+    l_i = l_i * alpha + tl.sum(p, axis=0)
+    acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * v, axis=0)
+    return m_new, l_i, acc
+
+
+@triton.jit
+def merged(m_i, l_i, acc):
+    """The rows' softmax as one: log2 of the sum of all exponentials, and o [D]."""
+    m = tl.max(m_i, axis=0)
+    weight = tl.exp2(m_i - m)
+    total = tl.sum(l_i * weight, axis=0)
+    total = tl.where(total > 0, total, 1.0)  # an empty context: zeros, not 0 / 0
+    o = tl.sum(acc * weight[:, None], axis=0) / total
+    return m + tl.log2(total), o
+
+
+@triton.jit
+def empty_state(G: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """m_i, l_i and acc of `absorbed` before the first key, for each of G query heads."""
+    m_i = ()
+    l_i = ()
+    acc = ()
+    for _ in tl.static_range(G):
+        m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
+        l_i += (tl.zeros((ROWS,), tl.float32),)
+        acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+    return m_i, l_i, acc
+
+
+@triton.jit
+def merge_splits(
+    head,
+    used,
+    o_ptr,
+    partial_ptr,
+    lse_ptr,
+    SPLITS,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store o of the query heads head … head + G - 1, from `used` splits.
+
+    This is attention once more: the splits are the keys, their lse the scores.
+    """
+    offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    m_i, l_i, acc = empty_state(G, ROWS, BLOCK_D)
+    for start in range(0, used, UNROLL * ROWS):
+        inside = offs_s < used - start  # [UNROLL, ROWS]
+        mask = inside[:, :, None] & mask_d[None, None, :]
+        m_new = ()
+        l_new = ()
+        acc_new = ()
+        for g in tl.static_range(G):
+            row = (head + g) * SPLITS + start
+            offs_o = offs_s[:, :, None] * D + offs_d[None, None, :]
+            # From L2, where the other programs' stores are: an SM's own L1 may be stale.
+            s = tl.load(lse_ptr + row + offs_s, mask=inside, other=0.0, cache_modifier=".cg")
+            o = tl.load(
+                partial_ptr + row * D + offs_o, mask=mask, other=0.0, cache_modifier=".cg"
+            )
+            s = tl.where(inside, s, -float("inf"))
+            m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], s, o)
+            m_new += (m_g,)
+            l_new += (l_g,)
+            acc_new += (acc_g,)
+        m_i, l_i, acc = m_new, l_new, acc_new
+    for g in tl.static_range(G):
+        _, o = merged(m_i[g], l_i[g], acc[g])
+        tl.store(o_ptr + (head + g) * D + offs_d, o, mask=mask_d)
+
+
+@triton.jit
+def finish(
+    m_i,
+    l_i,
+    acc,
+    h,
+    split,
+    used,
+    b,
+    o_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    SPLITS,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_UNROLL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+):
+    """Store the result of one of `used` splits; the last program to get here merges them all."""
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    head = (b * H_KV + h) * G  # of all B·H
+    for g in tl.static_range(G):
+        lse, o = merged(m_i[g], l_i[g], acc[g])
+        if used == 1:
+            tl.store(o_ptr + (head + g) * D + offs_d, o, mask=mask_d)
+        else:
+            row = (head + g) * SPLITS + split
+            tl.store(partial_ptr + row * D + offs_d, o, mask=mask_d)
+            tl.store(lse_ptr + row, lse)
+    if used > 1:
+        tl.debug_barrier()  # all threads have stored before one of them counts the program in
+        counter_ptr += b * H_KV + h
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == used - 1:
+            tl.atomic_xchg(counter_ptr, 0, sem="relaxed")  # ready for the next launch
+            merge_splits(
+                head, used, o_ptr, partial_ptr, lse_ptr, SPLITS,
+                G, D, BLOCK_D, MERGE_UNROLL, MERGE_ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def decode_attention_fused_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    context_lens_ptr,
+    o_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    scale,
+    S,
+    SPLITS,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGE_UNROLL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (h, split, b) attends to its share of the keys of sequence b and kv head h.
+
+    A tile is [UNROLL, ROWS, D]: all threads hold ROWS keys together, 16 bytes each, UNROLL times.
+    Each of the ROWS has a running maximum and sum of its own, so the loop has no barrier.
+    """
+    h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.minimum(tl.load(context_lens_ptr + b), S)
+    share = tl.maximum(tl.cdiv(length, SPLITS), LEAST)  # the same for all of them but the last
+    used = tl.maximum(tl.cdiv(length, share), 1)  # an empty context takes one, to store zeros
+    if split < used:
+        offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        offs_d = tl.arange(0, BLOCK_D)
+        mask_d = offs_d < D
+        offs_kv = offs_s[:, :, None] * (H_KV * D) + offs_d[None, None, :]  # [UNROLL, ROWS, BLOCK_D]
+        q = ()
+        for g in tl.static_range(G):
+            q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
+            q += ((q_g.to(tl.float32) * scale)[None, None, :],)
+        m_i, l_i, acc = empty_state(G, ROWS, BLOCK_D)
+        first = split * share
+        end = tl.minimum(first + share, length)
+        for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
+            inside = offs_s < end - start  # [UNROLL, ROWS]
+            mask = inside[:, :, None] & mask_d[None, None, :]
+            row = ((b * S + start) * H_KV + h) * D
+            k = tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            m_new = ()
+            l_new = ()
+            acc_new = ()
+            for g in tl.static_range(G):
+                s = tl.where(inside, tl.sum(q[g] * k, axis=2), -float("inf"))
+                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], s, v)
+                m_new += (m_g,)
+                l_new += (l_g,)
+                acc_new += (acc_g,)
+            m_i, l_i, acc = m_new, l_new, acc_new
+        finish(
+            m_i, l_i, acc, h, split, used, b, o_ptr, partial_ptr, lse_ptr, counter_ptr, SPLITS,
+            H_KV, G, D, BLOCK_D, MERGE_UNROLL, MERGE_ROWS,
+        )  # fmt: skip
+
+
+def check_memory(q: Tensor, H_kv: int, splits: int, out: Tensor | None, workspace) -> Tensor:
+    """The output, `out` or a new one. ValueError where `out` or `workspace` does not fit."""
+    B, H, D = q.shape
+    if out is None:
+        out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    lab.check_tensors(q=q, out=out)
+    if out.shape != q.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, must be {tuple(q.shape)} like q")
+    lab.check_contiguous(out=out)
+    if workspace is not None:
+        wanted = (B, H, splits, D), (B, H, splits), torch.float32, torch.int32, q.device
+        partial, lse, counters = workspace
+        got = partial.shape, lse.shape, lse.dtype, counters.dtype, counters.device
+        if got != wanted or counters.numel() < B * H_kv:
+            raise ValueError(
+                f"workspace holds {tuple(partial.shape)}, {tuple(lse.shape)} and "
+                f"{counters.numel()} counters on {counters.device}, must fit {wanted[0]} and "
+                f"{B * H_kv} on {q.device}: make one with decode_attention_workspace"
+            )
+    return out
+
+
+def decode_attention_fused(
+    q: Queries,
+    k: Cache,
+    v: Cache,
+    context_lens: Lengths,
+    *,
+    max_context: int | None = None,
+    out: Queries | None = None,
+    workspace: Workspace | None = None,
+    validate: bool = False,
+) -> Queries:
+    """One launch: as many splits as fill the chip; the last program of a head merges them.
+
+    The lengths are read on the GPU; a context may have up to S tokens. `max_context` says how long
+    contexts will be, S if it is not given, and only decides how many programs share one. With `out`
+    and `workspace` (from decode_attention_workspace) nothing is allocated, so a CUDA graph can hold
+    the launch; two launches that run at the same time need two workspaces.
+
+    TypeError or ValueError for arguments other than contiguous q [B, H, D] and k, v [B, S, H_kv, D]
+    of one dtype and context_lens [B] int32. A length outside 0 … S counts as 0 or S on a GPU, and
+    is a ValueError with `validate` (which waits for the GPU) and under the simulators.
+    """
+    B, H, H_kv, S, D = check_args(q, k, v, context_lens, max_context, validate)
+    lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
+    splits = splits_for(B, H_kv, max_context or S)
+    out = check_memory(q, H_kv, splits, out, workspace)
+    if out.numel() > 0:
+        if workspace is None:
+            workspace = new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
+        BLOCK_D = triton.next_power_of_2(D)
+        decode_attention_fused_kernel[(H_kv, splits, B)](
+            q,
+            k,
+            v,
+            context_lens,
+            out,
+            *workspace,
+            D**-0.5 * LOG2_E,
+            S,
+            splits,
+            H_KV=H_kv,
+            G=H // H_kv,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            LEAST=LEAST,
+            UNROLL=UNROLL,
+            ROWS=rows(BLOCK_D, q.itemsize, WARPS),
+            MERGE_UNROLL=MERGE_UNROLL,
+            MERGE_ROWS=rows(BLOCK_D, 4, WARPS),
+            STAGES=STAGES,
+            num_warps=WARPS,
+        )
+    return out
+
+
+def rows(BLOCK_D: int, itemsize: int, num_warps: int) -> int:
+    """Keys that all threads of a program hold together, 16 bytes each."""
+    return max(1, num_warps * WARP * VECTOR_BYTES // (BLOCK_D * itemsize))
