@@ -26,6 +26,8 @@ import torch
 RUNS = 100
 FLUSH_BYTES = 512 << 20  # several times the largest L2
 COPY_BELOW = 64 << 20  # bytes
+ROTATED_BYTES = 512 << 20  # of inputs, in a graph
+GRAPH_CALLS = 50  # at least; a graph's own launch is spread over them
 MAX_BACKLOG = 20  # flushes in front of one call: 2 ms, more than any launcher needs
 READ_BLOCK = 8192  # floats that a program of the read ceiling sums
 COMPILE_MODE = "max-autotune-no-cudagraphs"
@@ -78,10 +80,15 @@ def measure(
     inputs = problem.inputs(dtype, **size)
     # Peers get copies of their own, since some work in place. At small sizes every version does:
     # where its inputs lie in memory would otherwise decide half a microsecond.
-    copied = {n for n, (kind, _) in versions.items() if kind == "peer" or work.bytes < COPY_BELOW}
-    copies = {n: tuple(map(_copy, inputs)) for n in copied}
-    calls = {n: partial(fn, *copies.get(n, inputs)) for n, (_, fn) in versions.items()}
-    times = interleaved(calls, runs)
+    if problem.timing == "graph":
+        times = _in_graphs({n: fn for n, (_, fn) in versions.items()}, inputs, work, runs)
+    else:
+        copied = {
+            n for n, (kind, _) in versions.items() if kind == "peer" or work.bytes < COPY_BELOW
+        }
+        copies = {n: tuple(map(_copy, inputs)) for n in copied}
+        calls = {n: partial(fn, *copies.get(n, inputs)) for n, (_, fn) in versions.items()}
+        times = interleaved(calls, runs)
     source = f"measured on {DEVICE.name}, {time.strftime('%Y-%m-%d')}"
     timings = []
     for name, (kind, _) in versions.items():
@@ -101,7 +108,7 @@ def measure(
                 work.flops,
                 peaks[name],
                 errors[name],
-                floor(work, dtype) / p50,
+                floor(work, dtype, problem.ceiling) / p50,
                 source,
             )
         )
@@ -143,6 +150,32 @@ def interleaved(calls: Mapping[str, Callable[[], object]], runs: int = RUNS) -> 
         name: [start.elapsed_time(end) * 1e-3 for start, end in pairs]
         for name, pairs in events.items()
     }
+
+
+def captured(fn: Callable, inputs: list[tuple], calls: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `calls` calls of `fn`, going round the tuples of inputs. Needs a GPU."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for args in inputs:  # what compiles, packs or tunes on a first call does it here
+            fn(*args)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            fn(*inputs[i % len(inputs)])
+    return graph
+
+
+def _in_graphs(functions: Mapping[str, Callable], inputs: tuple, work: Work, runs: int) -> dict:
+    """Seconds per call of `runs` replays of a graph of each function; see `Problem.timing`."""
+    sets = max(2, -(-ROTATED_BYTES // work.bytes))
+    sets = [inputs] + [tuple(map(_copy, inputs)) for _ in range(sets - 1)]
+    calls = len(sets) * -(-GRAPH_CALLS // len(sets))
+    graphs = {name: captured(fn, sets, calls) for name, fn in functions.items()}
+    times = interleaved({name: graph.replay for name, graph in graphs.items()}, runs)
+    return {name: [t / calls for t in took] for name, took in times.items()}
 
 
 def _copy(value):
@@ -187,11 +220,11 @@ def ceilings() -> dict:
     }
 
 
-def floor(work: Work, dtype: torch.dtype) -> float:
-    """The roofline's time in seconds: the larger of bytes over the copy ceiling and FLOPs."""
+def floor(work: Work, dtype: torch.dtype, ceiling: str = "copy") -> float:
+    """The roofline's time in seconds: bytes over the ceiling, or FLOPs over theirs if longer."""
     c = ceilings()
     flops = c["flops"].get(dtype_name(dtype), c["flops"]["float32"])
-    return max(work.bytes / c["copy_bytes_per_s"], work.flops / flops)
+    return max(work.bytes / c[f"{ceiling}_bytes_per_s"], work.flops / flops)
 
 
 @cache

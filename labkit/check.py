@@ -1,8 +1,8 @@
 """The checker: is this kernel right, and if not, which bug does it have?
 
 `check` runs stages and stops at the first that fails: the call itself, tiny and edge sizes,
-an empty input, layouts, properties of the operation, races and barriers under the simulators,
-numbers for each dtype and several seeds, structural gates. Every call runs on guarded memory:
+an empty input, layouts, races, barriers and traffic under the simulators, properties of the
+operation, numbers for each dtype and several seeds. Every call runs on guarded memory:
 outputs poisoned with NaN, canary bands round every buffer. Time is never a gate.
 
 The tolerance has no constant per operation:
@@ -17,7 +17,7 @@ from labkit.diagnose import BUGS, Case, error, lens_bug, memory_bug, value_bug, 
 from labkit.guard import bits, guarded
 from labkit.ladder import Rung
 from labkit.launch import NotAttempted, as_kernel, attempted, kernels_of
-from labkit.problem import Problem, is_float, outputs
+from labkit.problem import Problem, cloned, is_float, outputs
 
 import inspect
 import math
@@ -142,8 +142,8 @@ def check(
                 run.call("sizes", dtype, size)
         run.empty(dtypes[0])
         run.layouts(dtypes[0])
-        run.properties(dtypes)
         run.lens(gates or {})
+        run.properties(dtypes)
         for dtype in dtypes:
             run.numbers(dtype)
     except NotAttempted:
@@ -390,7 +390,7 @@ def allowance(
 ) -> list[float]:
     """What each output may be wrong by (module docstring); 0 for integers, which must be equal."""
     with strict_math():
-        library = outputs(problem.library(*_cloned(inputs)))
+        library = outputs(problem.library(*cloned(inputs)))
     noise = (1 + math.sqrt(problem.terms(**size))) * EPS32
     return [
         2 * error(lib, true) + noise * true.abs().max().item()
@@ -407,13 +407,9 @@ def error_over_allowed(
     inputs = problem.inputs(dtype, seed=seed, **size)
     truth = problem.truth(*inputs)
     allowed = allowance(problem, size, inputs, truth)
-    got = outputs(fn(*_cloned(inputs)))
+    got = outputs(fn(*cloned(inputs)))
     ratios = [
         error(g, t) / a if a else (0.0 if error(g, t) == 0 else math.inf)
         for g, t, a in zip(got, truth, allowed, strict=True)
     ]
     return max(ratios)
-
-
-def _cloned(inputs: tuple) -> list:
-    return [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from labkit.guard import Run, unwritten
-from labkit.problem import Problem, is_float, outputs
+from labkit.problem import Problem, cloned, is_float, outputs
 from labkit.tracing import undefined_lanes
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -91,7 +92,7 @@ def wrong_form(case: Case, got: tuple) -> tuple[str, str] | None:
         kinds = ", ".join(type(g).__name__ for g in got)
         return "wrong shape", f"it returned ({kinds}); wanted {len(case.truth)} tensor(s)"
     with torch.no_grad():
-        library = outputs(case.problem.library(*case.inputs))
+        library = outputs(case.problem.library(*cloned(case.inputs)))
     for i, (g, lib) in enumerate(zip(got, library, strict=True)):
         if g.shape != lib.shape:
             return "wrong shape", f"output {i} is {list(g.shape)}; wanted {list(lib.shape)}"
@@ -130,8 +131,10 @@ def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:
         )
         beyond = hit.side == "after" and hit.distance == 0 and hit.count > 1
         return ("missing tail guard" if beyond else "out-of-bounds store"), text
-    if run.changed:
-        return "modifies its input", f"input {run.changed[0]} is not what it was before the call"
+    names = list(inspect.signature(case.problem.library).parameters)
+    changed = [i for i in run.changed if names[i] not in case.problem.mutates]
+    if changed:
+        return "modifies its input", f"{names[changed[0]]} is not what it was before the call"
     for i, got in enumerate(run.outputs):
         left = unwritten(got)
         if not left.any():
@@ -234,7 +237,7 @@ def _suspect(case: Case, got: tuple) -> str | None:
     best, best_gap = None, math.inf
     for bug, formula in case.problem.suspects.items():
         try:
-            values = outputs(formula(*args))
+            values = outputs(formula(*cloned(args)))
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError):
             continue  # the formula does not apply to these shapes
         rows = list(zip(got, values, case.truth, case.allowed, strict=True))

@@ -98,17 +98,20 @@ def ladder(chapter: Ladder, results: Results) -> Picture:
     axes.set_yticks(range(len(rows)), labels)
     for tick, t in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_color(_color(t, last))
-    copy = results.ceilings["copy_bytes_per_s"] / 1e12
+    bound = chapter.problem.ceiling
+    ceiling = results.ceilings[f"{bound}_bytes_per_s"] / 1e12
     for i, t in enumerate(rows):
         end = t.bandwidth / 1e12
-        near = end > 0.7 * copy  # inside the bar, clear of the ceiling's line
-        at = min(end, 0.98 * copy) if near else end
+        near = end > 0.7 * ceiling  # inside the bar, clear of the ceiling's line
+        at = min(end, 0.98 * ceiling) if near else end
         axes.text(at, i, f" {microseconds(t.p50_s)} ", va="center", fontsize=8,
                   ha="right" if near else "left", color="white" if near else CEILING)  # fmt: skip
-    axes.axvline(copy, color=CEILING, lw=1, ls="--")
-    axes.text(copy, len(rows) - 0.4, f"copy {copy:.2f} ", ha="right", va="center", fontsize=7)
+    axes.axvline(ceiling, color=CEILING, lw=1, ls="--")
+    axes.text(
+        ceiling, len(rows) - 0.4, f"{bound} {ceiling:.2f} ", ha="right", va="center", fontsize=7
+    )
     axes.set_ylim(len(rows) - 0.1, -0.6)
-    axes.set_xlim(0, copy * 1.22)
+    axes.set_xlim(0, ceiling * 1.22)
     axes.set_xlabel(f"useful bandwidth, TB/s ({rows[0].dtype}, {_size(rows[0])})", fontsize=8)
     return Picture(figure, title)
 
@@ -180,23 +183,24 @@ def roofline(chapter: Ladder, results: Results) -> Picture:
         for t in _at(results, problem, _dtype(problem), dict(problem.bench_size))
         if t.kind not in ("library", "peer")
     ]
-    copy = results.ceilings["copy_bytes_per_s"]
+    bound = chapter.problem.ceiling
+    rate = results.ceilings[f"{bound}_bytes_per_s"]
     flops = results.ceilings["flops"]
     peak = flops.get(rows[0].dtype, flops["float32"])
     intensity = rows[-1].flops / rows[-1].bytes
-    ridge = peak / copy
+    ridge = peak / rate
     title = (
         f"{intensity:.2g} FLOP per byte: {ridge / intensity:,.0f} times too few "
         "to leave the bandwidth slope"
     )
     figure, axes = new(title)
     xs = [intensity / 8, ridge, ridge * 8]
-    axes.plot(xs, [min(peak, copy * x) / 1e12 for x in xs], color=CEILING, lw=1)
+    axes.plot(xs, [min(peak, rate * x) / 1e12 for x in xs], color=CEILING, lw=1)
     label = f"{peak / 1e12:.0f} TFLOP/s"
     axes.text(ridge * 8, peak / 1e12, label, ha="right", va="bottom", fontsize=8)
     middle = (intensity * ridge) ** 0.5
-    label = f"copy {copy / 1e12:.2f} TB/s"
-    axes.text(middle, copy * middle / 1e12 * 1.4, label, ha="right", fontsize=8)
+    label = f"{bound} {rate / 1e12:.2f} TB/s"
+    axes.text(middle, rate * middle / 1e12 * 1.4, label, ha="right", fontsize=8)
     last = chapter.rungs[-1].name
     for t in rows:
         x, y = t.flops / t.bytes, t.flops / t.p50_s / 1e12

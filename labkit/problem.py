@@ -86,6 +86,22 @@ class Problem:
     empty_size: Mapping[str, int] | None = None
     huge_size: Mapping[str, int] | None = None
     """A size past 2³¹ elements, where 32-bit offsets wrap; tested on GPUs with the memory."""
+    sweep_dtypes: tuple[torch.dtype, ...] = ()
+    """Dtypes that the sweep is recorded in; the first of `dtypes` if empty."""
+    mutates: tuple[str, ...] = ()
+    """Parameters of `library` that it writes to and returns among its outputs: caches."""
+    ceiling: str = "copy"
+    """The rate that bounds it: "copy", or "read" for an operation that writes next to nothing."""
+    timing: str = "events"
+    """"events" times one call at a time. "graph" times a CUDA graph of many, whose inputs rotate
+    through more memory than L2 holds: for calls so short that the launch would hide the kernel."""
+
+    def __post_init__(self) -> None:
+        """Refuse unknown words."""
+        for name, known in (("ceiling", ("copy", "read")), ("timing", ("events", "graph"))):
+            if getattr(self, name) not in known:
+                given = getattr(self, name)
+                raise ValueError(f"problem {self.name}: {name}={given!r} is not one of {known}")
 
     def truth(self, *args) -> tuple[torch.Tensor, ...]:
         """The reference in float64, whatever dtype the inputs have."""
@@ -95,6 +111,11 @@ class Problem:
 def is_float(value) -> bool:
     """Whether a value is a tensor of a floating type."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def cloned(inputs: tuple) -> list:
+    """Inputs whose tensors are copies."""
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
 def outputs(result) -> tuple:

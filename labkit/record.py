@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.bench import COMPILE_MODE, ceilings, interleaved, measure
+from labkit.bench import COMPILE_MODE, captured, ceilings, interleaved, measure
 from labkit.check import dtype_name
 from labkit.device import DEVICE, SIMULATED
 from labkit.ladder import Ladder
@@ -62,7 +62,10 @@ def versions_of(
     compiled = torch.compile(problem.library, mode=COMPILE_MODE, dynamic=False)
     for name, fn in {"torch.compile": compiled, **problem.peers}.items():
         try:
-            fn(*problem.inputs(dtype, **size))
+            inputs = problem.inputs(dtype, **size)
+            fn(*inputs)
+            if problem.timing == "graph":
+                captured(fn, [inputs])
             torch.cuda.synchronize()
         except Exception as why:
             reason = str(why).strip().partition("\n")[0][:120]
@@ -73,9 +76,10 @@ def versions_of(
 
 
 def cases(problem: Problem) -> list[tuple[torch.dtype, dict]]:
-    """What is recorded: every dtype at `bench_size`, and the sweep in the first dtype."""
+    """What is recorded: every dtype at `bench_size`, and the sweep in `sweep_dtypes`."""
     at_bench = [(d, dict(problem.bench_size)) for d in problem.dtypes]
-    sweep = [(problem.dtypes[0], dict(s)) for s in problem.sweep]
+    swept = problem.sweep_dtypes or problem.dtypes[:1]
+    sweep = [(d, dict(s)) for d in swept for s in problem.sweep]
     return at_bench + [c for c in sweep if c not in at_bench]
 
 

@@ -242,9 +242,9 @@ DECODE_ATTENTION = lab.Problem(
     # one query head to a kv head, three (no power of two), all; D no power of two; one group.
     test_sizes=(
         *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 16), (2, 2, 2, 64, 8), (1, 6, 2, 65, 12)),
-        *sizes((2, 4, 2, 300, 16), (3, 3, 1, 130, 8), (2, 4, 2, 521, 16), ragged=1),
-        *sizes((1, 2, 1, 1030, 32)),
-        *sizes((2, 4, 2, 290, 16), ragged=1),
+        *sizes((2, 4, 2, 300, 16), (3, 3, 1, 130, 8), (2, 4, 2, 521, 8), ragged=1),
+        *sizes((1, 2, 1, 1030, 16)),
+        *sizes((2, 4, 2, 270, 8), ragged=1),
     ),
     empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 16},
     huge_size={"B": 2, "H": 64, "H_kv": 64, "S": 2**18 + 1, "D": 128},
@@ -430,45 +430,55 @@ def decode_attention_grouped_kernel(
     H_KV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (h, b) computes o of sequence b for the G query heads that share kv head h.
 
-    The softmax is online: tile after tile, with a running maximum m_i and sum l_i for each head.
+    The softmax is online: tile after tile, with a running maximum m_i and sum l_i for each of the
+    G heads, and acc, the sum of what the keys so far weigh.
     """
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # in 32 bits, offsets would wrap
     length = tl.minimum(tl.load(context_lens_ptr + b), S)
-    offs_g, offs_s, offs_d = tl.arange(0, GROUP), tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    head = (b * H_KV + h) * G  # the first of the G, counted from the first of all B·H
+    offs_s, offs_d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    mask_q = (offs_g < G)[:, None] & mask_d[None, :]
-    offs_q = (b * H_KV + h) * G * D + offs_g[:, None] * D + offs_d[None, :]
     offs_kv = offs_s[:, None] * (H_KV * D) + offs_d[None, :]
-    q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(tl.float32) * scale  # [GROUP, BLOCK_D]
-    m_i = tl.full((GROUP,), LOWEST, tl.float32)
-    l_i = tl.zeros((GROUP,), tl.float32)
-    acc = tl.zeros((GROUP, BLOCK_D), tl.float32)
+    q = ()
+    m_i = ()
+    l_i = ()
+    acc = ()
+    for g in tl.static_range(G):
+        q_g = tl.load(q_ptr + (head + g) * D + offs_d, mask=mask_d, other=0.0)
+        q += (q_g.to(tl.float32) * scale,)
+        m_i += (tl.full((), LOWEST, tl.float32),)
+        l_i += (tl.full((), 0.0, tl.float32),)
+        acc += (tl.zeros((BLOCK_D,), tl.float32),)
     for start in range(0, length, TILE):
         inside = start + offs_s < length
         mask = inside[:, None] & mask_d[None, :]
-        row = (b * S + start) * H_KV * D + h * D
-        k = tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+        row = ((b * S + start) * H_KV + h) * D
+        k = tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)  # [TILE, BLOCK_D]
         v = tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
-        s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)  # [GROUP, TILE]
-        s = tl.where(inside[None, :], s, -float("inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        alpha = tl.exp2(m_i - m_new)  # what was added so far shrinks when the maximum grows
-        p = tl.exp2(s - m_new[:, None])
-        l_i = l_i * alpha + tl.sum(p, axis=1)
-        acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * v[None, :, :], axis=1)
-        m_i = m_new
-    o = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]  # an empty context: zeros, not 0 / 0
-    tl.store(o_ptr + offs_q, o, mask=mask_q)
+        m_new = ()
+        l_new = ()
+        acc_new = ()
+        for g in tl.static_range(G):
+            s = tl.where(inside, tl.sum(q[g][None, :] * k, axis=1), -float("inf"))  # [TILE]
+            m = tl.maximum(m_i[g], tl.max(s, axis=0))
+            alpha = tl.exp2(m_i[g] - m)  # what was added so far shrinks when the maximum grows
+            p = tl.exp2(s - m)
+            m_new += (m,)
+            l_new += (l_i[g] * alpha + tl.sum(p, axis=0),)
+            acc_new += (acc[g] * alpha + tl.sum(p[:, None] * v, axis=0),)
+        m_i, l_i, acc = m_new, l_new, acc_new
+    for g in tl.static_range(G):
+        o = acc[g] / tl.where(l_i[g] > 0, l_i[g], 1.0)  # an empty context: zeros, not 0 / 0
+        tl.store(o_ptr + (head + g) * D + offs_d, o, mask=mask_d)
 
 
 def decode_attention_grouped(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
-    """One program per kv head: keys and values are read once for the query heads that share them."""
+    """One program per kv head: query heads that share keys and values read them once."""
     B, H, H_kv, S, D = check_args(q, k, v, context_lens, None, False)
     lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
     o = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
@@ -484,7 +494,6 @@ def decode_attention_grouped(q: Tensor, k: Tensor, v: Tensor, context_lens: Tens
             H_KV=H_kv,
             G=H // H_kv,
             D=D,
-            GROUP=triton.next_power_of_2(H // H_kv),
             BLOCK_D=triton.next_power_of_2(D),
             TILE=TILE,
             num_warps=WARPS,
@@ -508,12 +517,11 @@ def decode_attention_split_kernel(
     H_KV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (h, split, b) does what rung 2 does for SPLIT keys of the context.
+    """Program (h, split, b) does what rung 2 does, for SPLIT keys of the context.
 
     It leaves their softmax, and log2 of the sum of their exponentials: partial [B, H, splits, D]
     and lse [B, H, splits].
@@ -522,34 +530,42 @@ def decode_attention_split_kernel(
     first = split * SPLIT
     end = tl.minimum(tl.minimum(tl.load(context_lens_ptr + b), S), first + SPLIT)
     if first < end:
-        offs_g, offs_s, offs_d = tl.arange(0, GROUP), tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+        head = (b * H_KV + h) * G
+        offs_s, offs_d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
         mask_d = offs_d < D
-        mask_q = (offs_g < G)[:, None] & mask_d[None, :]
-        head = (b * H_KV + h) * G + offs_g  # of all B·H
-        offs_q = head[:, None] * D + offs_d[None, :]
         offs_kv = offs_s[:, None] * (H_KV * D) + offs_d[None, :]
-        q = tl.load(q_ptr + offs_q, mask=mask_q, other=0.0).to(tl.float32) * scale
-        m_i = tl.full((GROUP,), LOWEST, tl.float32)
-        l_i = tl.zeros((GROUP,), tl.float32)
-        acc = tl.zeros((GROUP, BLOCK_D), tl.float32)
+        q = ()
+        m_i = ()
+        l_i = ()
+        acc = ()
+        for g in tl.static_range(G):
+            q_g = tl.load(q_ptr + (head + g) * D + offs_d, mask=mask_d, other=0.0)
+            q += (q_g.to(tl.float32) * scale,)
+            m_i += (tl.full((), LOWEST, tl.float32),)
+            l_i += (tl.full((), 0.0, tl.float32),)
+            acc += (tl.zeros((BLOCK_D,), tl.float32),)
         for start in range(first, end, TILE):
             inside = start + offs_s < end
             mask = inside[:, None] & mask_d[None, :]
-            row = (b * S + start) * H_KV * D + h * D
+            row = ((b * S + start) * H_KV + h) * D
             k = tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
             v = tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
-            s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)
-            s = tl.where(inside[None, :], s, -float("inf"))
-            m_new = tl.maximum(m_i, tl.max(s, axis=1))
-            alpha = tl.exp2(m_i - m_new)
-            p = tl.exp2(s - m_new[:, None])
-            l_i = l_i * alpha + tl.sum(p, axis=1)
-            acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * v[None, :, :], axis=1)
-            m_i = m_new
-        row = head * tl.num_programs(1) + split
-        offs_o = row[:, None] * D + offs_d[None, :]
-        tl.store(partial_ptr + offs_o, acc / l_i[:, None], mask=mask_q)
-        tl.store(lse_ptr + row, m_i + tl.log2(l_i), mask=offs_g < G)
+            m_new = ()
+            l_new = ()
+            acc_new = ()
+            for g in tl.static_range(G):
+                s = tl.where(inside, tl.sum(q[g][None, :] * k, axis=1), -float("inf"))
+                m = tl.maximum(m_i[g], tl.max(s, axis=0))
+                alpha = tl.exp2(m_i[g] - m)
+                p = tl.exp2(s - m)
+                m_new += (m,)
+                l_new += (l_i[g] * alpha + tl.sum(p, axis=0),)
+                acc_new += (acc[g] * alpha + tl.sum(p[:, None] * v, axis=0),)
+            m_i, l_i, acc = m_new, l_new, acc_new
+        for g in tl.static_range(G):
+            row = (head + g) * tl.num_programs(1) + split
+            tl.store(partial_ptr + row * D + offs_d, acc[g] / l_i[g], mask=mask_d)
+            tl.store(lse_ptr + row, m_i[g] + tl.log2(l_i[g]))
 
 
 @triton.jit
@@ -609,7 +625,6 @@ def decode_attention_split(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
             H_KV=H_kv,
             G=H // H_kv,
             D=D,
-            GROUP=triton.next_power_of_2(H // H_kv),
             BLOCK_D=BLOCK_D,
             TILE=TILE,
             SPLIT=SPLIT,
@@ -708,19 +723,6 @@ def merged(m_i, l_i, acc):
 
 
 @triton.jit
-def empty_state(G: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """m_i, l_i and acc of `absorbed` before the first key, for each of G query heads."""
-    m_i = ()
-    l_i = ()
-    acc = ()
-    for _ in tl.static_range(G):
-        m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
-        l_i += (tl.zeros((ROWS,), tl.float32),)
-        acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
-    return m_i, l_i, acc
-
-
-@triton.jit
 def merge_splits(
     head,
     used,
@@ -741,7 +743,13 @@ def merge_splits(
     offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    m_i, l_i, acc = empty_state(G, ROWS, BLOCK_D)
+    m_i = ()
+    l_i = ()
+    acc = ()
+    for _ in tl.static_range(G):
+        m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
+        l_i += (tl.zeros((ROWS,), tl.float32),)
+        acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     for start in range(0, used, UNROLL * ROWS):
         inside = offs_s < used - start  # [UNROLL, ROWS]
         mask = inside[:, :, None] & mask_d[None, None, :]
@@ -753,9 +761,7 @@ def merge_splits(
             offs_o = offs_s[:, :, None] * D + offs_d[None, None, :]
             # From L2, where the other programs' stores are: an SM's own L1 may be stale.
             s = tl.load(lse_ptr + row + offs_s, mask=inside, other=0.0, cache_modifier=".cg")
-            o = tl.load(
-                partial_ptr + row * D + offs_o, mask=mask, other=0.0, cache_modifier=".cg"
-            )
+            o = tl.load(partial_ptr + row * D + offs_o, mask=mask, other=0.0, cache_modifier=".cg")
             s = tl.where(inside, s, -float("inf"))
             m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], s, o)
             m_new += (m_g,)
@@ -850,10 +856,15 @@ def decode_attention_fused_kernel(
         mask_d = offs_d < D
         offs_kv = offs_s[:, :, None] * (H_KV * D) + offs_d[None, None, :]  # [UNROLL, ROWS, BLOCK_D]
         q = ()
+        m_i = ()
+        l_i = ()
+        acc = ()
         for g in tl.static_range(G):
             q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
             q += ((q_g.to(tl.float32) * scale)[None, None, :],)
-        m_i, l_i, acc = empty_state(G, ROWS, BLOCK_D)
+            m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
+            l_i += (tl.zeros((ROWS,), tl.float32),)
+            acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
         first = split * share
         end = tl.minimum(first + share, length)
         for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
@@ -958,3 +969,150 @@ def decode_attention_fused(
 def rows(BLOCK_D: int, itemsize: int, num_warps: int) -> int:
     """Keys that all threads of a program hold together, 16 bytes each."""
     return max(1, num_warps * WARP * VECTOR_BYTES // (BLOCK_D * itemsize))
+
+
+# Mutants -------------------------------------------------------------------------------------
+
+GROUPED = lab.Exercise(
+    "decode_attention_grouped",
+    "decode_attention_grouped_kernel",
+    hints=(
+        "The program has kv head h of sequence b and the query heads h·G … h·G + G - 1. Key s of "
+        "it begins ((b·S + s)·H_KV + h)·D elements in; its neighbour is H_KV·D further on. "
+        "context_lens[b] keys count, and S is only how many there is room for.",
+        "`scale` holds log2 e as well: multiply q by it once, and tl.exp2 of a score is exp of the "
+        "scaled product. Masked keys need a score of -inf: with 0 they would weigh something.",
+        "For each head, m = max(m_i, largest score of the tile), alpha = exp2(m_i - m) and p = "
+        "exp2(s - m). Both l_i and acc shrink by alpha before the tile's p and p·v are added.",
+        "A loop carries a tuple if every round makes a new one: m_new += (m,) for each head, then "
+        "m_i = m_new. After the last tile o = acc / l_i; with an empty context l_i is 0.",
+    ),
+    mutants=(
+        lab.Mutant(
+            "no_max",
+            "no max-subtraction",
+            {"tl.maximum(m_i[g], tl.max(s, axis=0))": "0.0 * m_i[g]"},
+        ),
+        lab.Mutant(
+            "no_rescale",
+            "missing rescale",
+            {"alpha = tl.exp2(m_i[g] - m)": "alpha = tl.exp2(m - m)"},
+        ),
+        lab.Mutant(
+            "zeros",
+            "wrong mask fill",
+            {
+                'tl.sum(q[g][None, :] * k, axis=1), -float("inf"))': (
+                    "tl.sum(q[g][None, :] * k, axis=1), 0.0)"
+                )
+            },
+        ),
+        lab.Mutant(
+            "no_scale",
+            "missing scale",
+            {"(q_g.to(tl.float32) * scale,)": ("(q_g.to(tl.float32) * scale * D**0.5,)")},
+        ),
+        lab.Mutant("whole_cache", "ignores context_lens", {"tl.load(context_lens_ptr + b)": "S"}),
+        lab.Mutant(
+            "last_key",
+            "last key left out",
+            {"tl.load(context_lens_ptr + b)": "tl.maximum(tl.load(context_lens_ptr + b) - 1, 1)"},
+        ),
+        lab.Mutant(
+            "one_more",
+            "reads past the context",
+            {"tl.load(context_lens_ptr + b)": "tl.load(context_lens_ptr + b) + 1"},
+        ),
+        lab.Mutant(
+            "head_map",
+            "wrong GQA head map",
+            {
+                "q_ptr + (head + g) * D": "q_ptr + (b * H_KV * G + g * H_KV + h) * D",
+                "o_ptr + (head + g) * D": "o_ptr + (b * H_KV * G + g * H_KV + h) * D",
+            },
+        ),
+        lab.Mutant(
+            "half",
+            "low-precision accumulator",
+            {
+                "acc_new += (acc[g] * alpha + tl.sum(p[:, None] * v, axis=0),)": (
+                    "a = acc[g] * alpha + tl.sum(p[:, None] * v, axis=0)\n"
+                    "            acc_new += (a.to(tl.float16).to(tl.float32),)"
+                )
+            },
+        ),
+    ),
+)
+
+MERGE = lab.Exercise(
+    "decode_attention_split",
+    "decode_attention_merge_kernel",
+    hints=(
+        "Split i of query head h of sequence b left its result in row (b·H + h)·SPLITS + i of "
+        "partial and of lse. Only the first cdiv(context_lens[b], SPLIT) splits were written.",
+        "lse is log2 of a split's sum of exponentials. Of two splits with sums 2^x and 2^y, the "
+        "whole is (2^x·o_x + 2^y·o_y) / (2^x + 2^y).",
+        "2^lse may overflow: keep a running maximum, as in rung 2, with lse for the scores and the "
+        "rows of partial for the values.",
+    ),
+    mutants=(
+        lab.Mutant(
+            "last_split",
+            "last partial split dropped",
+            {"for split in range(0, used)": "for split in range(0, tl.maximum(used - 1, 1))"},
+        ),
+        lab.Mutant(
+            "mean",
+            "splits weighed alike",
+            {
+                "weight = tl.exp2(lse - m_new)": ("weight = tl.exp2(0.0 * lse)"),
+                "alpha = tl.exp2(m_i - m_new)": "alpha = tl.exp2(0.0 * m_i)",
+            },
+        ),
+        lab.Mutant(
+            "no_max",
+            "no max-subtraction",
+            {
+                "m_new = tl.maximum(m_i, lse)": "m_new = 0.0 * lse",
+                "m_i = LOWEST * 1.0": "m_i = 0.0",
+            },
+        ),
+        lab.Mutant(
+            "no_guard",
+            "empty context",
+            {"acc / tl.where(l_i > 0, l_i, 1.0)": "acc / l_i"},
+        ),
+        lab.Mutant(
+            "half",
+            "low-precision accumulator",
+            {
+                "acc = acc * alpha + weight * o": (
+                    "acc = (acc * alpha + weight * o).to(tl.float16).to(tl.float32)"
+                )
+            },
+        ),
+    ),
+)
+
+LADDER = lab.Ladder(
+    DECODE_ATTENTION,
+    (
+        lab.Rung(decode_attention_naive, "numba"),
+        lab.Rung(decode_attention_grouped, "triton"),
+        lab.Rung(decode_attention_split, "triton"),
+        lab.Rung(decode_attention_fused, "triton"),
+    ),
+    exercises=(GROUPED, MERGE),
+)
+
+# The op --------------------------------------------------------------------------------------
+
+decode_attention = decode_attention_fused
+
+torch.library.custom_op(
+    "kernel_ladder::decode_attention",
+    decode_attention,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor context_lens, *, int? max_context=None)"
+    " -> Tensor",
+).register_fake(lambda q, k, v, context_lens, *, max_context=None: q.new_empty(q.shape))

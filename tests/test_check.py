@@ -6,6 +6,8 @@ from labkit.ladder import ladders
 from labkit.launch import kernels_of
 from labkit.problem import is_float
 
+import dataclasses
+
 import pytest
 import torch
 import triton
@@ -334,7 +336,7 @@ def test_a_skipped_backend_is_never_reported_as_passed():
     verdict = lab.check(blend_right, BLEND)
     if lab.SIMULATED:
         assert verdict.verified == ("float32",)
-        assert {"float16", "bfloat16", "a real GPU"} <= set(verdict.not_verified)
+        assert {"float16 and bfloat16", "a real GPU"} <= set(verdict.not_verified)
         assert "not verified here" in repr(verdict)
     else:
         assert verdict.verified == ("float32", "float16", "bfloat16")
@@ -528,3 +530,39 @@ def test_each_suspect_is_named_by_its_own_class(problem):
         with pytest.raises(lab.CheckFailed) as caught:
             lab.check(wrong, problem)
         assert caught.value.bug == bug, str(caught.value)
+
+
+def write_rows(x, slots, cache):
+    """A cache that is written to: row i of x goes to row slots[i]."""
+    cache[slots] = x
+    return (cache,)
+
+
+WRITE = dataclasses.replace(
+    ROW_SUM,
+    name="write_rows",
+    inputs=lambda dtype, seed=0, *, M, N: (
+        *lab.randn((M, N), dtype=dtype, seed=seed),
+        torch.arange(M, device=lab.DEVICE.torch) * 2,
+        *lab.randn((2 * M, N), dtype=dtype, seed=seed + 1),
+    ),
+    reference=write_rows,
+    library=write_rows,
+    mutates=("cache",),
+)
+
+
+def test_a_cache_may_be_written_and_nothing_else():
+    assert lab.check(write_rows, WRITE).state == "🟢"
+
+    def spoils_x(x, slots, cache):
+        write_rows(x, slots, cache)
+        x.zero_()
+        return (cache,)
+
+    def slot_off_by_one(x, slots, cache):
+        return write_rows(x, slots + 1, cache)
+
+    for wrong, words in ((spoils_x, "modifies its input"), (slot_off_by_one, "values are wrong")):
+        with pytest.raises(lab.CheckFailed, match=words):
+            lab.check(wrong, WRITE)
