@@ -9,6 +9,8 @@ of what it refers to.
 from __future__ import annotations
 import __future__
 
+from labkit.launch import as_kernel
+
 import builtins
 import enum
 import inspect
@@ -50,11 +52,8 @@ def portable(fn) -> tuple[str, str]:
 
 def python_function(obj):
     """The plain Python function behind a Numba or Triton kernel; `obj` itself if it is none."""
-    for attribute in ("py_func", "fn"):  # Numba; Triton and both simulators
-        inner = getattr(obj, attribute, None)
-        if isinstance(inner, types.FunctionType):
-            return inner
-    return obj
+    kernel = as_kernel(obj)
+    return kernel.function if kernel and kernel.function else obj
 
 
 class _Writer:

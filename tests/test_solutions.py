@@ -115,7 +115,7 @@ def test_attempt_goes_through_its_three_states(ladder, exercise, monkeypatch):
 
 
 def registered_outputs(op, problem, inputs):
-    """What an op computes, and the inputs that it writes to: registered, it returns only the first."""
+    """What an op computes, then the inputs that it writes to (registered, it returns no input)."""
     inputs = cloned(inputs)
     names = list(inspect.signature(problem.library).parameters)
     result = op(*inputs)
