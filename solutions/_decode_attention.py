@@ -32,7 +32,7 @@ from jaxtyping import Float, Int32
 from numba import config, cuda, float32
 from torch import Tensor
 
-THREADS = 64  # threads of a block of rung 1
+THREADS = 32  # threads of a block of rung 1
 TILE = 64  # rungs 2 and 3: keys that a program looks at together
 SPLIT = 256  # rung 3: keys of a program
 WARP = 32
@@ -126,7 +126,7 @@ def quietly(kernel, *args: Tensor) -> Tensor:
         return kernel(*args).double()
 
 
-SMALL = {"B": 2, "H": 4, "H_kv": 2, "S": 150, "D": 16, "ragged": 1}
+SMALL = {"B": 2, "H": 4, "H_kv": 2, "S": 150, "D": 8, "ragged": 1}
 
 
 def large_scores(kernel) -> str | None:
@@ -239,11 +239,11 @@ DECODE_ATTENTION = lab.Problem(
     ),
     terms=lambda B, H, H_kv, S, D, ragged=0: S + D,
     # One key; fewer keys than a warp has lanes, a tile and one beside, several splits and a rest;
-    # one query head to a kv head, three (no power of two), all; D no power of two; one group.
+    # one query head to a kv head, three (no power of two); D no power of two; one kv head for all.
     test_sizes=(
-        *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 16), (2, 2, 2, 64, 8), (1, 6, 2, 65, 12)),
-        *sizes((2, 4, 2, 300, 16), (3, 3, 1, 130, 8), (2, 4, 2, 521, 8), ragged=1),
-        *sizes((1, 2, 1, 1030, 16)),
+        *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 8), (2, 4, 2, 64, 8), (1, 6, 2, 65, 12)),
+        *sizes((2, 4, 2, 300, 8), (3, 3, 1, 130, 8), (2, 4, 2, 521, 8), ragged=1),
+        *sizes((1, 4, 2, 777, 8)),
         *sizes((2, 4, 2, 270, 8), ragged=1),
     ),
     empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 16},
@@ -418,7 +418,7 @@ def decode_attention_naive(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
 # Rung 2 --------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def decode_attention_grouped_kernel(
     q_ptr,
     k_ptr,
@@ -504,7 +504,7 @@ def decode_attention_grouped(q: Tensor, k: Tensor, v: Tensor, context_lens: Tens
 # Rung 3 --------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def decode_attention_split_kernel(
     q_ptr,
     k_ptr,
@@ -568,7 +568,7 @@ def decode_attention_split_kernel(
             tl.store(lse_ptr + row, m_i[g] + tl.log2(l_i[g]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "SPLITS"])
 def decode_attention_merge_kernel(
     partial_ptr,
     lse_ptr,
@@ -698,17 +698,22 @@ def decode_attention_workspace(
 
 
 @triton.jit
-def absorbed(m_i, l_i, acc, s, v):
-    """Every row's running softmax, with scores s and values v more: no row waits for another.
+def absorbed(m_i, l_i, acc, scores, values):
+    """Every row's running softmax with more keys: no row waits for another.
 
-    m_i and l_i [ROWS], acc [ROWS, D]; s [UNROLL, ROWS], v [UNROLL, ROWS, D].
+    m_i and l_i [ROWS], acc [ROWS, D]; scores, a tuple of [ROWS]; values, as many [ROWS, D].
     """
-    m_new = tl.maximum(m_i, tl.max(s, axis=0))
-    alpha = tl.exp2(m_i - m_new)
-    p = tl.exp2(s - m_new[None, :])
-    l_i = l_i * alpha + tl.sum(p, axis=0)
-    acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * v, axis=0)
-    return m_new, l_i, acc
+    m = m_i
+    for u in tl.static_range(len(scores)):
+        m = tl.maximum(m, scores[u])
+    alpha = tl.exp2(m_i - m)
+    l_i *= alpha
+    acc *= alpha[:, None]
+    for u in tl.static_range(len(scores)):
+        p = tl.exp2(scores[u] - m)
+        l_i += p
+        acc += p[:, None] * values[u]
+    return m, l_i, acc
 
 
 @triton.jit
@@ -740,8 +745,7 @@ def merge_splits(
 
     This is attention once more: the splits are the keys, their lse the scores.
     """
-    offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
     m_i = ()
     l_i = ()
@@ -751,19 +755,26 @@ def merge_splits(
         l_i += (tl.zeros((ROWS,), tl.float32),)
         acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     for start in range(0, used, UNROLL * ROWS):
-        inside = offs_s < used - start  # [UNROLL, ROWS]
-        mask = inside[:, :, None] & mask_d[None, None, :]
         m_new = ()
         l_new = ()
         acc_new = ()
         for g in tl.static_range(G):
-            row = (head + g) * SPLITS + start
-            offs_o = offs_s[:, :, None] * D + offs_d[None, None, :]
-            # From L2, where the other programs' stores are: an SM's own L1 may be stale.
-            s = tl.load(lse_ptr + row + offs_s, mask=inside, other=0.0, cache_modifier=".cg")
-            o = tl.load(partial_ptr + row * D + offs_o, mask=mask, other=0.0, cache_modifier=".cg")
-            s = tl.where(inside, s, -float("inf"))
-            m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], s, o)
+            scores = ()
+            values = ()
+            for u in tl.static_range(UNROLL):
+                split = start + u * ROWS + offs_r
+                row = (head + g) * SPLITS + split
+                # From L2, where the other programs' stores are: an SM's own L1 may be stale.
+                lse = tl.load(lse_ptr + row, mask=split < used, other=0.0, cache_modifier=".cg")
+                o = tl.load(
+                    partial_ptr + row[:, None] * D + offs_d[None, :],
+                    mask=(split < used)[:, None] & mask_d[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                scores += (tl.where(split < used, lse, -float("inf")),)
+                values += (o,)
+            m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, values)
             m_new += (m_g,)
             l_new += (l_g,)
             acc_new += (acc_g,)
@@ -817,7 +828,7 @@ def finish(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "SPLITS"])
 def decode_attention_fused_kernel(
     q_ptr,
     k_ptr,
@@ -843,42 +854,49 @@ def decode_attention_fused_kernel(
 ):
     """Program (h, split, b) attends to its share of the keys of sequence b and kv head h.
 
-    A tile is [UNROLL, ROWS, D]: all threads hold ROWS keys together, 16 bytes each, UNROLL times.
-    Each of the ROWS has a running maximum and sum of its own, so the loop has no barrier.
+    A tile is [ROWS, D]: the threads of a program hold ROWS keys together, 16 bytes each, and UNROLL
+    tiles at a time. Every row has a running maximum and sum, so the loop needs no barrier.
     """
     h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.minimum(tl.load(context_lens_ptr + b), S)
     share = tl.maximum(tl.cdiv(length, SPLITS), LEAST)  # the same for all of them but the last
     used = tl.maximum(tl.cdiv(length, share), 1)  # an empty context takes one, to store zeros
     if split < used:
-        offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        offs_d = tl.arange(0, BLOCK_D)
+        offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         mask_d = offs_d < D
-        offs_kv = offs_s[:, :, None] * (H_KV * D) + offs_d[None, None, :]  # [UNROLL, ROWS, BLOCK_D]
         q = ()
         m_i = ()
         l_i = ()
         acc = ()
         for g in tl.static_range(G):
             q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
-            q += ((q_g.to(tl.float32) * scale)[None, None, :],)
+            q += (q_g.to(tl.float32) * scale,)
             m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
             l_i += (tl.zeros((ROWS,), tl.float32),)
             acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
         first = split * share
         end = tl.minimum(first + share, length)
         for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
-            inside = offs_s < end - start  # [UNROLL, ROWS]
-            mask = inside[:, :, None] & mask_d[None, None, :]
-            row = ((b * S + start) * H_KV + h) * D
-            k = tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            inside = ()
+            k = ()
+            v = ()
+            for u in tl.static_range(UNROLL):  # all loads are issued before the first use
+                s = start + u * ROWS + offs_r
+                inside += (s < end,)
+                mask = (s < end)[:, None] & mask_d[None, :]
+                row = ((b * S + start) * H_KV + h) * D  # where the first key's head h begins
+                offs_kv = (u * ROWS + offs_r)[:, None] * (H_KV * D) + offs_d[None, :]
+                k += (tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0),)
+                v += (tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32),)
             m_new = ()
             l_new = ()
             acc_new = ()
             for g in tl.static_range(G):
-                s = tl.where(inside, tl.sum(q[g] * k, axis=2), -float("inf"))
-                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], s, v)
+                scores = ()
+                for u in tl.static_range(UNROLL):
+                    s = tl.sum(q[g][None, :] * k[u].to(tl.float32), axis=1)  # [ROWS]
+                    scores += (tl.where(inside[u], s, -float("inf")),)
+                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, v)
                 m_new += (m_g,)
                 l_new += (l_g,)
                 acc_new += (acc_g,)

@@ -629,6 +629,11 @@ def warps(T: int, elements: int) -> int:
     return min(triton.next_power_of_2(max(lanes, 4 * 32)) // 32, 16)
 
 
+# A fused multiply-add rounds once where Transformers rounds twice. On sm_90 LLVM would make one of
+# a bf16 product and a bf16 sum, although the casts in between are written down.
+EACH_ROUNDED = False  # for enable_fp_fusion
+
+
 @triton.jit
 def turned(x1, x2, cos, sin):
     """The pairs (x1, x2), turned; rounds cos, sin, the products and the sums to the type of x."""
@@ -716,6 +721,7 @@ def rope_tiled(
             HEADS_KV=triton.next_power_of_2(H_kv),
             PAIRS=triton.next_power_of_2(D // 2),
             num_warps=warps(T, (H + H_kv) * D),
+            enable_fp_fusion=EACH_ROUNDED,
         )
     return q_out, k_out
 
@@ -882,6 +888,7 @@ def qk_norm_rope_cache_fused(
             HEADS_KV=triton.next_power_of_2(H_kv),
             PAIRS=triton.next_power_of_2(D // 2),
             num_warps=warps(T, (H + 2 * H_kv) * D),
+            enable_fp_fusion=EACH_ROUNDED,
         )
     return out, k_cache, v_cache
 

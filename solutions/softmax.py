@@ -207,6 +207,7 @@ SOFTMAX = lab.Problem(
     work=lambda dtype, M, N: lab.Work(bytes=2 * M * N * dtype.itemsize, flops=5 * M * N),
     terms=lambda M, N: N,
     **SIZES,
+    sweep_dtypes=(torch.bfloat16, torch.float32),  # those of the bars
     target=(
         from_4k_to_128k("softmax_cluster", "bfloat16"),
         from_4k_to_128k("softmax_cluster", "float32"),
@@ -1060,6 +1061,93 @@ ONLINE = lab.Exercise(
     ),
 )
 
+# Attempts not kept ---------------------------------------------------------------------------
+
+CHUNK = 8192  # columns that one program of the attempts looks at together; 32 a thread
+CHUNK_WARPS = 8
+
+
+@triton.jit
+def softmax_backwards_kernel(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    """Program `row` computes y[row, :] in two passes over tiles, the second from the end."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_n = tl.arange(0, BLOCK_N)
+    m_i = -float("inf")
+    l_i = 0.0
+    for start in range(0, N, BLOCK_N):
+        inside = start + offs_n < N
+        x = tl.load(x_ptr + row * N + start + offs_n, mask=inside, other=-float("inf"))
+        h = x.to(tl.float32)
+        m_new = tl.maximum(m_i, tl.max(h, axis=0))
+        safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        l_i = l_i * tl.exp(m_i - safe) + tl.sum(tl.exp(h - safe), axis=0)
+        m_i = m_new
+    scale = 1 / l_i
+    tiles = tl.cdiv(N, BLOCK_N)
+    for tile in range(0, tiles):
+        start = (tiles - 1 - tile) * BLOCK_N
+        inside = start + offs_n < N
+        x = tl.load(x_ptr + row * N + start + offs_n, mask=inside, other=0.0)
+        y = tl.exp(x.to(tl.float32) - m_i) * scale
+        tl.store(y_ptr + row * N + start + offs_n, y, mask=inside)
+
+
+def softmax_backwards(x: Rows) -> Rows:
+    """Two passes over tiles; the second begins with the tile that the first read last."""
+    M, N = check_args(x)
+    lab.check_contiguous(x=x)
+    y = torch.empty_like(x)
+    if y.numel() > 0:
+        softmax_backwards_kernel[(M,)](x, y, N, BLOCK_N=CHUNK, num_warps=CHUNK_WARPS)
+    return y
+
+
+@triton.jit
+def softmax_parts_kernel(x_ptr, m_ptr, total_ptr, N, BLOCK_N: tl.constexpr):
+    """Program (row, part) finds the maximum and the sum of one chunk of a row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=-float("inf"))
+    h = x.to(tl.float32)
+    m = tl.max(h, axis=0)
+    total = tl.sum(tl.exp(h - tl.where(m == -float("inf"), 0.0, m)), axis=0)
+    at = row * tl.num_programs(1) + part
+    tl.store(m_ptr + at, m)
+    tl.store(total_ptr + at, total)
+
+
+@triton.jit
+def softmax_joined_kernel(
+    x_ptr, m_ptr, total_ptr, y_ptr, N, PARTS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Program (row, part) merges the parts of its row and writes one chunk of y."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = tl.num_programs(1)
+    each = tl.arange(0, PARTS)
+    m = tl.load(m_ptr + row * parts + each, mask=each < parts, other=-float("inf"))
+    total = tl.load(total_ptr + row * parts + each, mask=each < parts, other=0.0)
+    top = tl.max(m, axis=0)
+    scale = 1 / tl.sum(total * tl.exp(m - top), axis=0)
+    offs = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=0.0)
+    tl.store(y_ptr + row * N + offs, tl.exp(x.to(tl.float32) - top) * scale, mask=offs < N)
+
+
+def softmax_split(x: Rows) -> Rows:
+    """Many programs share a row without a cluster: one launch to sum, another to write."""
+    M, N = check_args(x)
+    lab.check_contiguous(x=x)
+    y = torch.empty_like(x)
+    if y.numel() == 0:
+        return y
+    parts = triton.cdiv(N, CHUNK)
+    m, total = torch.empty((2, M, parts), dtype=torch.float32, device=x.device)
+    how = {"BLOCK_N": CHUNK, "num_warps": CHUNK_WARPS}
+    softmax_parts_kernel[(M, parts)](x, m, total, N, **how)
+    softmax_joined_kernel[(M, parts)](x, m, total, y, N, PARTS=triton.next_power_of_2(parts), **how)
+    return y
+
+
 LADDER = lab.Ladder(
     SOFTMAX,
     (
@@ -1072,7 +1160,25 @@ LADDER = lab.Ladder(
         lab.Rung(softmax_cluster, "cuda", simulates=False),
     ),
     exercises=(TILED, FUSED, ONLINE),
-    rejected=(),
+    rejected=(
+        lab.Rejected(
+            softmax_backwards,
+            against="softmax_cluster",
+            attempt="no cluster: two passes over tiles in Triton, the second from the row's end",
+            expected="the rows under way, some 35 MB, fit in L2, so the second read need not go "
+            "to memory: at most 10 % more time",
+            cause="TODO(cause)",
+        ),
+        lab.Rejected(
+            softmax_split,
+            against="softmax_cluster",
+            attempt="no cluster: one launch finds the maxima and sums of chunks, a second merges "
+            "them and writes",
+            expected="all of x passes through L2 before the second read, so it goes to memory: "
+            "three passes for two, 1.5 times as long",
+            cause="TODO(cause)",
+        ),
+    ),
 )
 
 # The ops -------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def projection_reference(x: Hidden, w_gate_up: Weights) -> Rows:
 
 
 def projection_library(x: Hidden, w_gate_up: Weights) -> Rows:
-    """Transformers' Qwen3MLP, without its last projection: two products, silu, a product."""
+    """Transformers' Qwen3MLP: two products, silu, a product. Its last projection is left out."""
     w_gate, w_up = w_gate_up.chunk(2)
     return library(torch.nn.functional.linear(x, w_gate), torch.nn.functional.linear(x, w_up))
 
@@ -590,6 +590,104 @@ VECTORIZED = lab.Exercise(
     ),
 )
 
+# Attempts not kept ---------------------------------------------------------------------------
+
+SPLIT = 4  # programs that share the columns of a row
+SPLIT_ROWS = 16  # rows of a program, which takes 256 of their columns at a time
+
+
+@triton.jit
+def gate_up_partial_kernel(
+    x_ptr, w_ptr, sums_ptr, rows, K, ROWS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Program (pid, part) sums ROWS of the `rows` rows of w over the columns of its part."""
+    offs_n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask_n = offs_n < rows
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    total = tl.zeros((ROWS,), tl.float32)
+    for k in range(part * DEPTH, K, parts * DEPTH):
+        offs_k = k + tl.arange(0, DEPTH)
+        mask = mask_n[:, None] & (offs_k < K)[None, :]
+        w = tl.load(w_ptr + offs_n[:, None] * K + offs_k[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)[None, :]
+        total += tl.sum(w.to(tl.float32) * x, axis=1)
+    tl.store(sums_ptr + part * rows + offs_n, total, mask=mask_n)
+
+
+@triton.jit
+def gate_up_combine_kernel(sums_ptr, y_ptr, N, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program `pid` adds up the parts of BLOCK gates and ups, and computes y from them."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    gate = tl.zeros((BLOCK,), tl.float32)
+    up = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        gate += tl.load(sums_ptr + part * 2 * N + offs, mask=mask)
+        up += tl.load(sums_ptr + part * 2 * N + N + offs, mask=mask)
+    gate = gate.to(y_ptr.dtype.element_ty).to(tl.float32)
+    up = up.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offs, (gate / (1 + tl.exp(-gate))).to(up.dtype) * up, mask=mask)
+
+
+def gate_up_swiglu_split_k(x: Hidden, w_gate_up: Weights) -> Rows:
+    """Four programs share a row; a second kernel adds their sums up. One token."""
+    M, N, K = check_projection(x, w_gate_up, None)
+    if M != 1:
+        raise ValueError(f"{M=} must be 1")
+    y = torch.empty((1, N), dtype=x.dtype, device=x.device)
+    sums = torch.empty((SPLIT, 2 * N), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(2 * N, SPLIT_ROWS), SPLIT)
+    gate_up_partial_kernel[grid](x, w_gate_up, sums, 2 * N, K, ROWS=SPLIT_ROWS, DEPTH=256)
+    gate_up_combine_kernel[(triton.cdiv(N, 128),)](sums, y, N, PARTS=SPLIT, BLOCK=128)
+    return y
+
+
+@triton.jit
+def gate_up_swiglu_interleaved_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As rung 4, with one product: rows of gate and up take turns in one tile of w."""
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(1).to(tl.int64) * BLOCK_N
+    turn = tl.arange(0, 2 * BLOCK_N)
+    offs_n = first + turn // 2
+    offs_w = offs_n + turn % 2 * N  # gate 0, up 0, gate 1, up 1, …
+    mask_m, mask_w = (offs_m < M)[:, None], (offs_n < N)[:, None]
+    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        offs_k = k + tl.arange(0, BLOCK_K)
+        mask_k = (offs_k < K)[None, :]
+        x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask_m & mask_k, other=0.0)
+        w = tl.load(w_ptr + offs_w[:, None] * K + offs_k[None, :], mask_w & mask_k, other=0.0)
+        acc = tl.dot(x, w.T, acc, input_precision="ieee")
+    # A thread holds pairs of neighbouring columns: gate and up of one element. Nothing moves.
+    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+    gate = gate.to(x_ptr.dtype.element_ty).to(tl.float32)
+    up = up.to(x_ptr.dtype.element_ty)
+    y = (gate / (1 + tl.exp(-gate))).to(up.dtype) * up
+    offs_y = first + tl.arange(0, BLOCK_N)
+    y_offs = offs_m[:, None] * N + offs_y[None, :]
+    tl.store(y_ptr + y_offs, y, mask=mask_m & (offs_y < N)[None, :])
+
+
+def gate_up_swiglu_interleaved(x: Hidden, w_gate_up: Weights) -> Rows:
+    """One product twice as wide instead of two."""
+    M, N, K = check_projection(x, w_gate_up, None)
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    how = tile(M, x.itemsize)
+    grid = (triton.cdiv(M, how["BLOCK_M"]), triton.cdiv(N, how["BLOCK_N"]))
+    gate_up_swiglu_interleaved_kernel[grid](x, w_gate_up, y, M, N, K, **how)
+    return y
+
+
 LADDER = lab.Ladder(
     SWIGLU,
     (
@@ -600,6 +698,24 @@ LADDER = lab.Ladder(
         lab.Rung(gate_up_swiglu_vectorized, "triton", problem=GATE_UP_SWIGLU),
     ),
     exercises=(FUSED, VECTORIZED),
+    rejected=(
+        lab.Rejected(
+            gate_up_swiglu_interleaved,
+            against="gate_up_swiglu_tiled",
+            attempt="one product twice as wide: rows of gate and of up take turns in one tile",
+            expected="half as many tensor-core instructions, each twice as wide; x is read from "
+            "shared memory once for both: up to 10 % less time",
+            cause="TODO(cause)",
+        ),
+        lab.Rejected(
+            gate_up_swiglu_split_k,
+            against="gate_up_swiglu_vectorized",
+            attempt="split-K: four programs share a row, and a second kernel adds up and activates",
+            expected="more and shorter chains of loads, but silu needs the whole sum, so a second "
+            "launch: 1 to 2 µs more",
+            cause="TODO(cause)",
+        ),
+    ),
 )
 
 # The ops -------------------------------------------------------------------------------------

@@ -1,0 +1,896 @@
+"""Attention of decoding over a paged cache: keys and values lie in pages, in any order.
+
+    o[b, h] = Σ_s p[b, h, s] · v[slot(b, s), h']
+    p[b, h] = softmax_s(q[b, h] · k[slot(b, s), h'] / sqrt(D))
+    slot(b, s) = block_table[b, s // page_size] · page_size + s % page_size
+
+over the context of b, s = 0 … context_lens[b] - 1, with h' = h // (H / H_kv). Table entries past a
+context are holes, -1: no page is there, and none is read. Sequences may share pages.
+
+The caches are chapter 04's [S, H_kv, D], S = num_pages · page_size, with the slots of a page side
+by side: `k_cache.flatten(0, 1)` and slot_mapping mean the same there and here. Chapter 10's caches
+[B, S, H_kv, D] are pages of S slots, with the table 0 … B - 1.
+
+Shapes   q [B, H, D]; k_cache, v_cache [num_pages, page_size, H_kv, D]; block_table [B, max_pages]
+         int32; context_lens [B] int32 -> o [B, H, D]
+         write: k, v [T, H_kv, D] and slot_mapping [T] int64 -> rows of the caches
+Cost     chapter 10's, 2·Σ_b context_lens[b]·H_kv·D·itemsize bytes, and 4 bytes a page of table
+Source   Kwon et al. 2023, arXiv:2309.06180, §4.1
+"""
+
+import labkit as lab
+from labkit import bars
+
+import inspect
+import math
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int, Int32
+from numba import cuda
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from solutions import _decode_attention as contiguous
+from solutions._decode_attention import LOG2_E, LOWEST, Workspace, absorbed, finish
+
+THREADS = 32  # threads of a block of rung 1, which copies a page
+WRITE_WARPS = 4  # of a program that writes a token
+INTS = (torch.int32, torch.int64)
+Queries, Lengths = Float[Tensor, "B H D"], Int32[Tensor, " B"]
+Pages, BlockTable = Float[Tensor, "P page H_kv D"], Int32[Tensor, "B max_pages"]
+
+# Problem -------------------------------------------------------------------------------------
+
+
+def tables(B: int, max_pages: int, used: Tensor, seed: int) -> tuple[BlockTable, int]:
+    """A table with `used[b]` pages for sequence b, shuffled, then holes; and how many exist."""
+    count = B * max_pages + 2  # some belong to nobody
+    generator = torch.Generator("cpu").manual_seed(seed)
+    table = torch.randperm(count, generator=generator)[: B * max_pages].view(B, max_pages)
+    holes = torch.arange(max_pages) >= used[:, None]
+    return table.masked_fill(holes, -1).to(torch.int32), count
+
+
+def inputs(
+    dtype: torch.dtype,
+    seed: int = 0,
+    *,
+    B: int,
+    H: int,
+    H_kv: int,
+    S: int,
+    D: int,
+    page: int,
+    ragged: int = 0,
+) -> tuple[Tensor, ...]:
+    """Standard normal q and caches, unused slots too; contexts of S tokens, or of 1 to S."""
+    context_lens = contiguous.lengths(B, S, ragged, seed)
+    table, count = tables(B, -(-S // page), (context_lens + page - 1) // page, seed)
+    shape = (count, page, H_kv, D)
+    q, k_cache, v_cache = lab.randn((B, H, D), shape, shape, dtype=dtype, seed=seed)
+    return q, k_cache, v_cache, table.to(q.device), context_lens.to(q.device)
+
+
+def gathered(cache: Pages, block_table: BlockTable) -> Float[Tensor, "B S H_kv D"]:
+    """The pages of each sequence one after another; page 0 for a hole."""
+    return cache[block_table.clamp(min=0).long()].flatten(1, 2)
+
+
+def reference(
+    q: Queries, k_cache: Pages, v_cache: Pages, block_table: BlockTable, context_lens: Lengths
+) -> Queries:
+    """Chapter 10's, on the gathered pages."""
+    k, v = gathered(k_cache, block_table), gathered(v_cache, block_table)
+    return contiguous.reference(q, k, v, context_lens)
+
+
+def library(
+    q: Queries, k_cache: Pages, v_cache: Pages, block_table: BlockTable, context_lens: Lengths
+) -> Queries:
+    """Indexing, then F.scaled_dot_product_attention with a mask: what torch alone can do."""
+    k, v = gathered(k_cache, block_table), gathered(v_cache, block_table)
+    return contiguous.library(q, k, v, context_lens)
+
+
+# The peers are timed on contexts that fill their pages, and the first is right for no others.
+
+
+def full_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """Indexing, then F.scaled_dot_product_attention without a mask."""
+    return contiguous.full_sdpa(q, gathered(k_cache, table), gathered(v_cache, table), lens)
+
+
+KEPT = WeakIdKeyDictionary()  # what peers prepare once for a cache
+
+
+def in_one_piece(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor
+) -> Tensor:
+    """Chapter 10's kernel on caches that were gathered beforehand."""
+    if k_cache not in KEPT:
+        KEPT[k_cache] = gathered(k_cache, table), gathered(v_cache, table)
+    return contiguous.decode_attention(q, *KEPT[k_cache], lens)
+
+
+def flashinfer_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor
+) -> Tensor:
+    """FlashInfer's batch decode over the same pages; its plan is made once."""
+    if k_cache not in KEPT:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        page, H_kv, D = k_cache.shape[1:]
+        used = (lens + page - 1) // page
+        room = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+        KEPT[k_cache] = BatchDecodeWithPagedKVCacheWrapper(room, "NHD")
+        KEPT[k_cache].plan(
+            torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32),
+            table[table >= 0],
+            lens - (used - 1) * page,
+            q.shape[1],
+            H_kv,
+            D,
+            page,
+            q_data_type=q.dtype,
+        )
+    return KEPT[k_cache].run(q, (k_cache, v_cache))
+
+
+SMALL = {"B": 2, "H": 4, "H_kv": 2, "S": 150, "D": 8, "page": 16, "ragged": 1}
+
+
+def order_of_pages(kernel) -> str | None:
+    """Where the pages lie does not change a bit."""
+    q, k_cache, v_cache, table, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    generator = torch.Generator("cpu").manual_seed(2)
+    order = torch.randperm(len(k_cache), generator=generator).to(q.device)
+    place = order.argsort().to(torch.int32)  # page p is now page place[p]
+    moved = torch.where(table < 0, table, place[table.clamp(min=0).long()])
+    here = kernel(q, k_cache, v_cache, table, context_lens)
+    there = kernel(q, k_cache[order], v_cache[order], moved, context_lens)
+    return None if torch.equal(here, there) else "shuffled pages give other bits"
+
+
+def shared_pages(kernel) -> str | None:
+    """Two sequences with one prefix may have its pages in common."""
+    q, k_cache, v_cache, table, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    table[1, :2], context_lens[1] = table[0, :2], 37
+    table[1, 3:] = -1
+    o = kernel(q, k_cache, v_cache, table, context_lens).double()
+    truth = reference(q.double(), k_cache.double(), v_cache.double(), table, context_lens)
+    return None if (o - truth).abs().max().item() <= 1e-5 else "a shared prefix comes out wrong"
+
+
+def unused_slots(kernel) -> str | None:
+    """NaN in every slot that no token has changes nothing."""
+    q, k_cache, v_cache, table, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    used = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=q.device)
+    for b, length in enumerate(context_lens.tolist()):
+        s = torch.arange(length, device=q.device)
+        used[table[b, s // SMALL["page"]].long(), s % SMALL["page"]] = True
+    spoilt = (x.masked_fill(~used[:, :, None, None], math.nan) for x in (k_cache, v_cache))
+    got = contiguous.quietly(kernel, q, *spoilt, table, context_lens)
+    wanted = contiguous.quietly(kernel, q, k_cache, v_cache, table, context_lens)
+    return None if torch.equal(got, wanted) else "what an unused slot holds changes the result"
+
+
+def empty_context(kernel) -> str | None:
+    """A sequence without tokens or pages gets zeros."""
+    q, k_cache, v_cache, table, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    table[1], context_lens[1] = -1, 0
+    o = contiguous.quietly(kernel, q, k_cache, v_cache, table, context_lens)
+    return "a sequence without tokens does not get zeros" if o[1].any() else None
+
+
+def reads_what_was_written(kernel) -> str | None:
+    """Tokens that paged_kv_write puts into their slots are those that the kernel finds."""
+    q, k_cache, v_cache, table, context_lens = inputs(torch.float32, seed=1, **SMALL)
+    page, (H_kv, D), S = SMALL["page"], k_cache.shape[2:], SMALL["S"]
+    wanted = reference(q.double(), k_cache.double(), v_cache.double(), table, context_lens)
+    s = torch.arange(S, device=q.device)
+    slots = table[:, s // page].long() * page + s % page  # [B, S]
+    slots = torch.where(s < context_lens[:, None], slots, -1).flatten()
+    k, v = (gathered(x, table)[:, :S].reshape(-1, H_kv, D) for x in (k_cache, v_cache))
+    fresh = torch.full_like(k_cache, math.nan), torch.full_like(v_cache, math.nan)
+    paged_kv_write(k, v, *fresh, slots)
+    for name, new, old in zip(("k_cache", "v_cache"), fresh, (k_cache, v_cache), strict=True):
+        written = ~new.isnan()
+        if int(written.sum()) != int(context_lens.sum()) * H_kv * D:
+            return f"paged_kv_write wrote {int(written.sum())} values of {name}"
+        if not torch.equal(new[written], old[written]):
+            return f"paged_kv_write put a token into another's slot of {name}"
+    error = (contiguous.quietly(kernel, q, *fresh, table, context_lens) - wanted).abs().max().item()
+    return None if error <= 1e-5 else f"after paged_kv_write, o is wrong by {error:.2g}"
+
+
+def same_as_contiguous(kernel) -> str | None:
+    """A kernel that reads pages itself gives the bits that chapter 10's gives without pages."""
+    if "max_context" not in inspect.signature(kernel).parameters:
+        return None  # gathered pages go to SDPA
+    for size in ({}, {"S": 300, "page": 64}, {"S": 77, "page": 4, "H_kv": 1}):
+        args = inputs(torch.float32, seed=1, **SMALL | size)
+        q, k_cache, v_cache, table, context_lens = args
+        k, v = gathered(k_cache, table), gathered(v_cache, table)
+        wanted = contiguous.decode_attention(q, k, v, context_lens, max_context=k.shape[1])
+        if not torch.equal(kernel(*args, max_context=k.shape[1]), wanted):
+            return f"{size}: other bits than from one piece of memory"
+    return None
+
+
+def given_memory(kernel) -> str | None:
+    """With an output and a workspace of the caller's: the same bits, call after call."""
+    if "workspace" not in inspect.signature(kernel).parameters:
+        return None
+    args = inputs(torch.float32, seed=1, **SMALL)
+    wanted, out = kernel(*args), torch.empty_like(args[0])
+    workspace = paged_kv_workspace(args[0], args[1], args[3])
+    for call in range(3):
+        got = kernel(*args, out=out.fill_(7.0), workspace=workspace)
+        if got is not out or not torch.equal(out, wanted):
+            return f"call {call} with `out` and `workspace` differs from a call without"
+    return None
+
+
+def wrong_heads(q: Queries, k_cache: Pages, v_cache: Pages, *rest: Tensor) -> Queries:
+    """A suspect: query head h takes head h % H_kv, as if the heads of a group lay apart."""
+    head = torch.arange(q.shape[1], device=q.device) % k_cache.shape[2]
+    return reference(q, k_cache[:, :, head], v_cache[:, :, head], *rest)
+
+
+def in_order(table: BlockTable) -> BlockTable:
+    """The table of pages that lie in order, sequence after sequence."""
+    return torch.arange(table.numel(), device=table.device).view(table.shape).to(torch.int32)
+
+
+def sizes(*each: tuple[int, ...], **more: int) -> tuple[dict[str, int], ...]:
+    """(B, H, H_kv, S, D, page) as the dicts that a problem wants."""
+    names = ("B", "H", "H_kv", "S", "D", "page")
+    return tuple(dict(zip(names, s, strict=True)) | more for s in each)
+
+
+QWEN_SMALL = {"H": 16, "H_kv": 8, "D": 128}  # Qwen3-0.6B
+PAGES = (16, 64, 256)
+CONTEXTS = (128, 512, 2048, 4096)
+
+
+def pages_of(B: int, S: int, page: int, ragged: int) -> int:
+    """Pages that contexts of the first seed use."""
+    return int(((contiguous.lengths(B, S, ragged, 0) + page - 1) // page).sum())
+
+
+PAGED_KV = lab.Problem(
+    name="paged_kv",
+    inputs=inputs,
+    reference=reference,
+    library=library,
+    work=lambda dtype, B, H, H_kv, S, D, page, ragged=0: lab.Work(
+        bytes=contiguous.DECODE_ATTENTION.work(dtype, B, H, H_kv, S, D, ragged).bytes
+        + 4 * pages_of(B, S, page, ragged),
+        flops=contiguous.DECODE_ATTENTION.work(dtype, B, H, H_kv, S, D, ragged).flops,
+    ),
+    terms=lambda B, H, H_kv, S, D, page, ragged=0: S + D,
+    # One token; a page that is full, one token more, one less; several splits; page sizes that
+    # are no power of two, or longer than the context; a head for all, three to a head.
+    test_sizes=(
+        *sizes((1, 1, 1, 1, 4, 16), (1, 4, 2, 16, 8, 16), (1, 4, 2, 33, 8, 16)),
+        *sizes((1, 6, 2, 63, 12, 64), (2, 4, 2, 90, 8, 12)),
+        *sizes((2, 4, 2, 300, 8, 64), (3, 4, 2, 130, 8, 256), ragged=1),
+        *sizes((2, 4, 2, 180, 8, 16), (2, 4, 2, 90, 8, 128), ragged=1),
+    ),
+    empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 8, "page": 4},
+    huge_size={"B": 2, "H": 64, "H_kv": 64, "S": 2**18 + 1, "D": 128, "page": 64},
+    bench_size={"B": 32, "S": 4096, **QWEN_SMALL, "page": 16},
+    sweep=(
+        *({"B": 1, "S": s, **QWEN_SMALL, "page": 16} for s in (*CONTEXTS, 32768)),
+        *({"B": b, "S": 4096, **QWEN_SMALL, "page": p} for b in (1, 32) for p in PAGES[1:]),
+    ),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
+    target=(
+        *(
+            bars.ratio(
+                "paged_kv_direct", "gather, SDPA full", 0.59, dtype="bfloat16",
+                B=1, S=s, **QWEN_SMALL, page=16,
+            )
+            for s in CONTEXTS
+        ),
+        *(
+            bars.ratio(
+                "paged_kv_prefetched", "contiguous", 1.10, dtype="bfloat16",
+                B=b, S=4096, **QWEN_SMALL, page=16,
+            )
+            for b in (1, 32)
+        ),
+    ),
+    peers={
+        "gather, SDPA full": full_sdpa,
+        "contiguous": in_one_piece,
+        "flashinfer": flashinfer_paged,
+    },
+    suspects={
+        "page-table aliasing": lambda q, k, v, table, n: reference(
+            q, k, v, table[:1].expand(table.shape), n
+        ),
+        "ignores block_table": lambda q, k, v, table, n: reference(q, k, v, in_order(table), n),
+        "slot off by one": lambda q, k, v, table, n: reference(
+            q, k.roll(-1, 1), v.roll(-1, 1), table, n
+        ),
+        "wrong GQA head map": wrong_heads,
+        "missing scale": lambda q, *rest: reference(q * q.shape[2] ** 0.5, *rest),
+        "last key left out": lambda *args: reference(*args[:4], (args[4] - 1).clamp(min=1)),
+    },
+    properties=(
+        lab.Property("shuffled pages change no bit", "depends on where pages lie", order_of_pages),
+        lab.Property("sequences may share pages", "page-table aliasing", shared_pages),
+        lab.Property("unused slots do not matter", "reads past the context", unused_slots),
+        lab.Property("an empty context gives zeros", "empty context", empty_context),
+        lab.Property(
+            "it reads what paged_kv_write wrote", "slot off by one", reads_what_was_written
+        ),
+        lab.Property(
+            "the bits are those of chapter 10", "another order of sums", same_as_contiguous
+        ),
+        lab.Property("a workspace can be used again", "workspace left dirty", given_memory),
+    ),
+)  # fmt: skip
+
+
+def check_args(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    max_context: int | None,
+    validate: bool,
+) -> tuple[int, int, int, int, int, int]:
+    """What every rung needs; returns B, H, H_kv, D, page_size and max_pages.
+
+    Lengths and tables in the GPU's memory are read only if `validate`: that waits for the GPU.
+    """
+    lab.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    lab.check_tensors(dtypes=(torch.int32,), block_table=block_table, context_lens=context_lens)
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}, must be [B, H, D]")
+    B, H, D = q.shape
+    shape = tuple(k_cache.shape)
+    if k_cache.ndim != 4 or shape[3] != D or 0 in shape[1:]:
+        raise ValueError(f"k_cache has shape {shape}, must be (num_pages, page_size, H_kv, {D})")
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(f"v_cache has shape {tuple(v_cache.shape)}, must be {shape} like k_cache")
+    if block_table.ndim != 2 or len(block_table) != B or block_table.shape[1] == 0:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}, must be ({B}, max_pages)"
+        )
+    if context_lens.shape != (B,):
+        raise ValueError(f"context_lens has shape {tuple(context_lens.shape)}, must be ({B},)")
+    if block_table.device != q.device:
+        raise ValueError(f"block_table is on {block_table.device}, must be on {q.device} like q")
+    num_pages, page_size, H_kv, _ = shape
+    max_pages = block_table.shape[1]
+    most = max_pages * page_size
+    if H % H_kv or not 1 <= H // H_kv <= contiguous.MAX_GROUP:
+        raise ValueError(f"{H=} query heads must be 1 to {contiguous.MAX_GROUP} times {H_kv=}")
+    if max_context is not None and not 1 <= max_context <= most:
+        raise ValueError(f"{max_context=} must lie in 1 … {most}, the slots of a table row")
+    if B > 0 and (validate or not context_lens.is_cuda):
+        for value in (int(context_lens.min()), int(context_lens.max())):
+            if not 0 <= value <= most:
+                raise ValueError(f"context_lens holds {value}, must lie in 0 … {most}")
+        first = torch.arange(max_pages, device=q.device) * page_size  # token of each table entry
+        used = block_table[first < context_lens[:, None]]
+        for value in (int(used.min()), int(used.max())) if used.numel() else ():
+            if not 0 <= value < num_pages:
+                raise ValueError(
+                    f"block_table holds {value} within a context, must lie in 0 … {num_pages - 1}"
+                )
+    return B, H, H_kv, D, page_size, max_pages
+
+
+# Writing -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def paged_kv_write_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    stride_k,
+    stride_v,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program `token` copies a token's keys and values, ROW = H_kv·D of each, into its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < ROW
+    k = tl.load(k_ptr + token * stride_k + offs, mask=mask)
+    v = tl.load(v_ptr + token * stride_v + offs, mask=mask)
+    if slot >= 0:  # a padded token has slot -1: nothing to keep
+        tl.store(k_cache_ptr + slot * ROW + offs, k, mask=mask)
+        tl.store(v_cache_ptr + slot * ROW + offs, v, mask=mask)
+
+
+def paged_kv_write(
+    k: Float[Tensor, "T H_kv D"],
+    v: Float[Tensor, "T H_kv D"],
+    k_cache: Pages,
+    v_cache: Pages,
+    slot_mapping: Int[Tensor, " T"],
+    *,
+    validate: bool = False,
+) -> tuple[Pages, Pages]:
+    """Put k and v of each token into its slot of the caches, in place; -1 skips a token.
+
+    Nothing is allocated: a CUDA graph can hold the launch. TypeError or ValueError for arguments
+    other than k and v [T, H_kv, D], whose tokens may lie apart, contiguous caches of their dtype
+    and slot_mapping [T]. A slot outside the caches is undefined on a GPU, a ValueError with
+    `validate` (which waits for the GPU) and under the simulators.
+    """
+    lab.check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    lab.check_tensors(dtypes=INTS, slot_mapping=slot_mapping)
+    if k.ndim != 3 or v.shape != k.shape:
+        shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"k and v have shapes {shapes}, must both be [T, H_kv, D]")
+    T, H_kv, D = k.shape
+    if k_cache.ndim != 4 or k_cache.shape[2:] != (H_kv, D) or v_cache.shape != k_cache.shape:
+        shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise ValueError(
+            f"k_cache and v_cache have shapes {shapes}, must be (num_pages, page_size, {H_kv}, {D})"
+        )
+    if slot_mapping.shape != (T,):
+        raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}, must be ({T},)")
+    for name, x in (("k", k), ("v", v)):
+        if x.stride(2) != 1 or x.stride(1) != D:
+            raise ValueError(f"{name} has strides {x.stride()}: the heads of a token must adjoin")
+    lab.check_contiguous(k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    slots = k_cache.shape[0] * k_cache.shape[1]
+    if T > 0 and (validate or not slot_mapping.is_cuda):
+        for value in (int(slot_mapping.min()), int(slot_mapping.max())):
+            if not -1 <= value < slots:
+                raise ValueError(f"slot_mapping holds {value}, must lie in -1 … {slots - 1}")
+    if T > 0:
+        paged_kv_write_kernel[(T,)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            k.stride(0),
+            v.stride(0),
+            ROW=H_kv * D,
+            BLOCK=triton.next_power_of_2(H_kv * D),
+            num_warps=WRITE_WARPS,
+        )
+    return k_cache, v_cache
+
+
+# Rung 1 --------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def paged_kv_gathered_kernel(k_cache, v_cache, block_table, context_lens, k, v):
+    """Block (i, b) copies page i of sequence b to k[b] and v[b]; slots past the context get 0."""
+    i, b = cuda.blockIdx.x, cuda.blockIdx.y
+    tx = cuda.threadIdx.x
+    page_size, H_kv, D = k_cache.shape[1], k_cache.shape[2], k_cache.shape[3]
+    length = context_lens[b]
+    page = block_table[b, i]
+    for e in range(tx, page_size * H_kv * D, THREADS):
+        d, h, slot = e % D, e // D % H_kv, e // (D * H_kv)
+        s = i * page_size + slot
+        if s < length:
+            k[b, s, h, d] = k_cache[page, slot, h, d]
+            v[b, s, h, d] = v_cache[page, slot, h, d]
+        else:  # the page may be a hole; attention's mask needs numbers there
+            k[b, s, h, d] = 0
+            v[b, s, h, d] = 0
+
+
+def paged_kv_gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor
+) -> Tensor:
+    """Pages copied into one piece for SDPA: keys and values go to memory and back."""
+    args = q, k_cache, v_cache, block_table, context_lens
+    B, H, H_kv, D, page_size, max_pages = check_args(*args, None, False)
+    k = torch.empty((B, max_pages * page_size, H_kv, D), dtype=q.dtype, device=q.device)
+    v = torch.empty((B, max_pages * page_size, H_kv, D), dtype=q.dtype, device=q.device)
+    if q.numel() == 0:
+        return torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    paged_kv_gathered_kernel[(max_pages, B), THREADS, lab.stream()](
+        k_cache, v_cache, block_table, context_lens, k, v
+    )
+    return contiguous.library(q, k, v, context_lens)
+
+
+# Rung 2 --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["PAGES", "SPLITS"])
+def paged_kv_direct_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    context_lens_ptr,
+    o_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    scale,
+    PAGES,
+    SPLITS,
+    PAGE: tl.constexpr,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGE_UNROLL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (h, split, b) does what chapter 10's does; the block table says where each key is.
+
+    Splits, tiles and the order of all sums are the same, and so is every bit of the result.
+    """
+    h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.minimum(tl.load(context_lens_ptr + b), PAGES * PAGE)
+    share = tl.maximum(tl.cdiv(length, SPLITS), LEAST)
+    used = tl.maximum(tl.cdiv(length, share), 1)
+    if split < used:
+        offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        offs_d = tl.arange(0, BLOCK_D)
+        mask_d = offs_d < D
+        table_ptr = block_table_ptr + b * PAGES  # the table's row of this sequence
+        q = ()
+        m_i = ()
+        l_i = ()
+        acc = ()
+        for g in tl.static_range(G):
+            q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
+            q += ((q_g.to(tl.float32) * scale)[None, None, :],)
+            m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
+            l_i += (tl.zeros((ROWS,), tl.float32),)
+            acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+        first = split * share
+        end = tl.minimum(first + share, length)
+        for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
+            s = start + offs_s  # [UNROLL, ROWS]
+            inside = s < end
+            mask = inside[:, :, None] & mask_d[None, None, :]
+            # A hole lies past the context, where the mask is False: it is never followed.
+            page = tl.load(table_ptr + s // PAGE, mask=inside, other=0).to(tl.int64)
+            row = ((page * PAGE + s % PAGE) * H_KV + h) * D  # where the key's head h begins
+            offs_kv = row[:, :, None] + offs_d[None, None, :]
+            k = tl.load(k_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            m_new = ()
+            l_new = ()
+            acc_new = ()
+            for g in tl.static_range(G):
+                scores = tl.where(inside, tl.sum(q[g] * k, axis=2), -float("inf"))
+                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, v)
+                m_new += (m_g,)
+                l_new += (l_g,)
+                acc_new += (acc_g,)
+            m_i, l_i, acc = m_new, l_new, acc_new
+        finish(
+            m_i, l_i, acc, h, split, used, b, o_ptr, partial_ptr, lse_ptr, counter_ptr, SPLITS,
+            H_KV, G, D, BLOCK_D, MERGE_UNROLL, MERGE_ROWS,
+        )  # fmt: skip
+
+
+def paged_kv_workspace(
+    q: Queries, k_cache: Pages, block_table: BlockTable, *, max_context: int | None = None
+) -> Workspace:
+    """What `paged_kv_attention` needs beside its output, for one call after another."""
+    page_size, H_kv = k_cache.shape[1:3]
+    splits = contiguous.splits_for(len(q), H_kv, max_context or block_table.shape[1] * page_size)
+    counters = torch.zeros(len(q) * H_kv, dtype=torch.int32, device=q.device)
+    return contiguous.new_workspace(q, H_kv, splits, counters)
+
+
+def launch(
+    kernel,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    max_context: int | None,
+    out: Tensor | None,
+    workspace: Workspace | None,
+    validate: bool,
+) -> Tensor:
+    """Launch rung 2's or rung 3's kernel, which take the same arguments."""
+    args = q, k_cache, v_cache, block_table, context_lens
+    B, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
+    lab.check_contiguous(
+        q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens
+    )
+    splits = contiguous.splits_for(B, H_kv, max_context or max_pages * page_size)
+    out = contiguous.check_memory(q, H_kv, splits, out, workspace)
+    if out.numel() > 0:
+        if workspace is None:
+            counters = contiguous.zero_counters(B * H_kv, q.device)
+            workspace = contiguous.new_workspace(q, H_kv, splits, counters)
+        BLOCK_D, num_warps = triton.next_power_of_2(D), contiguous.WARPS
+        kernel[(H_kv, splits, B)](
+            *args,
+            out,
+            *workspace,
+            D**-0.5 * LOG2_E,
+            max_pages,
+            splits,
+            PAGE=page_size,
+            H_KV=H_kv,
+            G=H // H_kv,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            LEAST=contiguous.LEAST,
+            UNROLL=contiguous.UNROLL,
+            ROWS=contiguous.rows(BLOCK_D, q.itemsize, num_warps),
+            MERGE_UNROLL=contiguous.MERGE_UNROLL,
+            MERGE_ROWS=contiguous.rows(BLOCK_D, 4, num_warps),
+            STAGES=1,
+            num_warps=num_warps,
+        )
+    return out
+
+
+def paged_kv_direct(
+    q: Queries,
+    k_cache: Pages,
+    v_cache: Pages,
+    block_table: BlockTable,
+    context_lens: Lengths,
+    *,
+    max_context: int | None = None,
+    out: Queries | None = None,
+    workspace: Workspace | None = None,
+    validate: bool = False,
+) -> Queries:
+    """Attention straight from the pages: a look-up in the block table takes the copy's place.
+
+    Arguments and errors as in paged_kv_prefetched.
+    """
+    args = q, k_cache, v_cache, block_table, context_lens
+    return launch(paged_kv_direct_kernel, *args, max_context, out, workspace, validate)
+
+
+# Rung 3 --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["PAGES", "SPLITS"])
+def paged_kv_prefetched_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    context_lens_ptr,
+    o_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    scale,
+    PAGES,
+    SPLITS,
+    PAGE: tl.constexpr,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGE_UNROLL: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (h, split, b) does what rung 2's does, with the page ids of a tile loaded early.
+
+    While the keys of a tile are on their way, so are the page ids of the tile after it.
+    """
+    h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.minimum(tl.load(context_lens_ptr + b), PAGES * PAGE)
+    share = tl.maximum(tl.cdiv(length, SPLITS), LEAST)
+    used = tl.maximum(tl.cdiv(length, share), 1)
+    if split < used:
+        offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        offs_d = tl.arange(0, BLOCK_D)
+        mask_d = offs_d < D
+        table_ptr = block_table_ptr + b * PAGES
+        first = split * share
+        end = tl.minimum(first + share, length)
+        s = first + offs_s
+        page = tl.load(table_ptr + s // PAGE, mask=s < end, other=0)
+        q = ()
+        m_i = ()
+        l_i = ()
+        acc = ()
+        for g in tl.static_range(G):
+            q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
+            q += ((q_g.to(tl.float32) * scale)[None, None, :],)
+            m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
+            l_i += (tl.zeros((ROWS,), tl.float32),)
+            acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+        for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
+            s = start + offs_s
+            inside = s < end
+            mask = inside[:, :, None] & mask_d[None, None, :]
+            row = ((page.to(tl.int64) * PAGE + s % PAGE) * H_KV + h) * D
+            offs_kv = row[:, :, None] + offs_d[None, None, :]
+            k = tl.load(k_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
+            s += UNROLL * ROWS
+            page = tl.load(table_ptr + s // PAGE, mask=s < end, other=0)  # for the next round
+            m_new = ()
+            l_new = ()
+            acc_new = ()
+            for g in tl.static_range(G):
+                scores = tl.where(inside, tl.sum(q[g] * k, axis=2), -float("inf"))
+                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, v)
+                m_new += (m_g,)
+                l_new += (l_g,)
+                acc_new += (acc_g,)
+            m_i, l_i, acc = m_new, l_new, acc_new
+        finish(
+            m_i, l_i, acc, h, split, used, b, o_ptr, partial_ptr, lse_ptr, counter_ptr, SPLITS,
+            H_KV, G, D, BLOCK_D, MERGE_UNROLL, MERGE_ROWS,
+        )  # fmt: skip
+
+
+def paged_kv_prefetched(
+    q: Queries,
+    k_cache: Pages,
+    v_cache: Pages,
+    block_table: BlockTable,
+    context_lens: Lengths,
+    *,
+    max_context: int | None = None,
+    out: Queries | None = None,
+    workspace: Workspace | None = None,
+    validate: bool = False,
+) -> Queries:
+    """Page ids are loaded a tile ahead: the look-up is over when the keys are asked for.
+
+    Lengths and tables are read on the GPU. `max_context` says how long contexts will be, a whole
+    row of the table if it is not given, and only decides how many programs share one. With `out`
+    and `workspace` (from paged_kv_workspace) nothing is allocated, so a CUDA graph can hold the
+    launch; two launches that run at the same time need two workspaces.
+
+    TypeError or ValueError for arguments other than contiguous q [B, H, D] and caches [num_pages,
+    page_size, H_kv, D] of one dtype, block_table [B, max_pages] and context_lens [B] int32. A page
+    outside the cache within a context is undefined on a GPU, a ValueError with `validate` (which
+    waits for the GPU) and under the simulators. So is a length outside 0 … max_pages · page_size,
+    which a GPU takes for 0 or for all.
+    """
+    args = q, k_cache, v_cache, block_table, context_lens
+    return launch(paged_kv_prefetched_kernel, *args, max_context, out, workspace, validate)
+
+
+# Mutants -------------------------------------------------------------------------------------
+
+GATHERED = lab.Exercise(
+    "paged_kv_gathered",
+    "paged_kv_gathered_kernel",
+    hints=(
+        "A block has one entry of the block table, block_table[b, i], and copies that page: "
+        "page_size·H_kv·D numbers of k_cache and as many of v_cache. Thread tx takes the numbers "
+        "tx, tx + THREADS, ...",
+        "Number e of a page has column e % D of head e // D % H_kv of slot e // (D·H_kv). The slot "
+        "is for token i·page_size + slot of the sequence.",
+        "Past the context the entry is -1. Do not read there, but write zeros: a weight of 0 times "
+        "what happens to be in memory may be NaN.",
+    ),
+    mutants=(
+        lab.Mutant(
+            "one_table", "page-table aliasing", {"block_table[b, i]": "block_table[0 * b, i]"}
+        ),
+        lab.Mutant(
+            "no_table",
+            "ignores block_table",
+            {"block_table[b, i]": "b * block_table.shape[1] + i"},
+        ),
+        lab.Mutant(
+            "next_slot",
+            "slot off by one",
+            {
+                "= k_cache[page, slot,": "= k_cache[page, (slot + 1) % page_size,",
+                "= v_cache[page, slot,": "= v_cache[page, (slot + 1) % page_size,",
+            },
+        ),
+        lab.Mutant("holes", "reads past the context", {"if s < length:": "if s >= 0:"}),
+        lab.Mutant(
+            "no_zeros",
+            "tail not written",
+            {"            k[b, s, h, d] = 0\n            v[b, s, h, d] = 0": "            pass"},
+        ),
+    ),
+)
+
+DIRECT = lab.Exercise(
+    "paged_kv_direct",
+    "paged_kv_direct_kernel",
+    hints=(
+        "Begin with chapter 10's fused kernel. Only where a key lies is new: k_cache and v_cache "
+        "have no place for sequence b, the block table has a row for it, PAGES entries long.",
+        "Token s is in page table[s // PAGE], slot s % PAGE of it. Load an entry for each key of "
+        "the tile, under the mask: entries past the context are -1.",
+        "A slot is H_KV·D numbers long. There may be more than 2³¹ in a cache: make the page an "
+        "int64 before it is multiplied.",
+        "absorbed(m_i[g], l_i[g], acc[g], scores, v) and finish(…) are chapter 10's. With the same "
+        "tiles in the same order, not one bit of the result changes.",
+    ),
+    mutants=(
+        lab.Mutant(
+            "one_table", "page-table aliasing", {"block_table_ptr + b * PAGES": "block_table_ptr"}
+        ),
+        lab.Mutant(
+            "no_table",
+            "ignores block_table",
+            {
+                "tl.load(table_ptr + s // PAGE, mask=inside, other=0).to(tl.int64)": (
+                    "b * PAGES + s // PAGE"
+                )
+            },
+        ),
+        lab.Mutant("next_slot", "slot off by one", {"s % PAGE": "(s + 1) % PAGE"}),
+        lab.Mutant(
+            "no_scale",
+            "missing scale",
+            {"q_g.to(tl.float32) * scale": "q_g.to(tl.float32) * scale * D**0.5"},
+        ),
+        lab.Mutant(
+            "last_key",
+            "last key left out",
+            {"tl.load(context_lens_ptr + b)": "tl.maximum(tl.load(context_lens_ptr + b) - 1, 1)"},
+        ),
+    ),
+)
+
+LADDER = lab.Ladder(
+    PAGED_KV,
+    (
+        lab.Rung(paged_kv_gathered, "numba"),
+        lab.Rung(paged_kv_direct, "triton"),
+        lab.Rung(paged_kv_prefetched, "triton"),
+    ),
+    exercises=(GATHERED, DIRECT),
+)
+
+# The ops -------------------------------------------------------------------------------------
+
+paged_kv = paged_kv_prefetched
+paged_kv_attention = paged_kv
+
+torch.library.custom_op(
+    "kernel_ladder::paged_kv",
+    paged_kv,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, *, "
+    "int? max_context=None) -> Tensor",
+).register_fake(lambda q, *_, **__: q.new_empty(q.shape))
+
+
+def into_slots(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """The op that writes into caches and returns nothing."""
+    paged_kv_write(k, v, k_cache, v_cache, slot_mapping)
+
+
+torch.library.custom_op(
+    "kernel_ladder::paged_kv_write_",
+    into_slots,
+    mutates_args=("k_cache", "v_cache"),
+    schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping)"
+    " -> ()",
+).register_fake(lambda *_: None)
