@@ -43,7 +43,7 @@ LOWEST = tl.constexpr(-1e30)  # below every score, and unlike -inf it can be sub
 MAX_GROUP = 16  # query heads of a program; their sums must fit in registers
 # Rung 4. Each of 8 warps asks for 8 vectors of keys and 8 of values at once: 32 KiB a program, so
 # two programs keep the 64 KiB in flight that an SM needs for its share of the bandwidth.
-WARPS, UNROLL, STAGES = 8, 4, 1
+WARPS, UNROLL = 8, 4
 PROGRAMS_PER_SM = 2
 LEAST = 32  # keys of a program; below that, merging costs more than it saves
 MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
@@ -828,6 +828,80 @@ def finish(
             )  # fmt: skip
 
 
+@triton.jit
+def queries(
+    q_ptr, scale, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):
+    """G scaled queries [D] in float32, and their m_i, l_i and acc before the first key."""
+    offs_d = tl.arange(0, BLOCK_D)
+    q = ()
+    m_i = ()
+    l_i = ()
+    acc = ()
+    for g in tl.static_range(G):
+        q_g = tl.load(q_ptr + g * D + offs_d, mask=offs_d < D, other=0.0)
+        q += (q_g.to(tl.float32) * scale,)
+        m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
+        l_i += (tl.zeros((ROWS,), tl.float32),)
+        acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+    return q, m_i, l_i, acc
+
+
+@triton.jit
+def attended(
+    q, k, v, m_i, l_i, acc, start, end, G: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr
+):
+    """m_i, l_i and acc of all G heads after UNROLL more tiles, the first from key `start`.
+
+    q holds a scaled query [D] for each head; k and v hold the tiles [ROWS, D].
+    """
+    m_new = ()
+    l_new = ()
+    acc_new = ()
+    values = ()
+    for u in tl.static_range(UNROLL):
+        values += (v[u].to(tl.float32),)
+    for g in tl.static_range(G):
+        scores = ()
+        for u in tl.static_range(UNROLL):
+            s = tl.sum(q[g][None, :] * k[u].to(tl.float32), axis=1)  # [ROWS]
+            inside = start + u * ROWS + tl.arange(0, ROWS) < end
+            scores += (tl.where(inside, s, -float("inf")),)
+        m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, values)
+        m_new += (m_g,)
+        l_new += (l_g,)
+        acc_new += (acc_g,)
+    return m_new, l_new, acc_new
+
+
+@triton.jit
+def tiles(
+    k_ptr,
+    v_ptr,
+    start,
+    end,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """UNROLL tiles [ROWS, D] of keys, and of values, from key `start`; nothing is read past `end`.
+
+    k_ptr and v_ptr point to key `start` of the head; neighbouring keys are STRIDE numbers apart.
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    k = ()
+    v = ()
+    for u in tl.static_range(UNROLL):
+        offs_s = u * ROWS + tl.arange(0, ROWS)
+        mask = (start + offs_s < end)[:, None] & (offs_d < D)[None, :]
+        offs = offs_s[:, None] * STRIDE + offs_d[None, :]
+        k += (tl.load(k_ptr + offs, mask=mask, other=0.0),)
+        v += (tl.load(v_ptr + offs, mask=mask, other=0.0),)
+    return k, v
+
+
 @triton.jit(do_not_specialize=["S", "SPLITS"])
 def decode_attention_fused_kernel(
     q_ptr,
@@ -850,7 +924,6 @@ def decode_attention_fused_kernel(
     ROWS: tl.constexpr,
     MERGE_UNROLL: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Program (h, split, b) attends to its share of the keys of sequence b and kv head h.
 
@@ -862,45 +935,21 @@ def decode_attention_fused_kernel(
     share = tl.maximum(tl.cdiv(length, SPLITS), LEAST)  # the same for all of them but the last
     used = tl.maximum(tl.cdiv(length, share), 1)  # an empty context takes one, to store zeros
     if split < used:
-        offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-        mask_d = offs_d < D
-        q = ()
-        m_i = ()
-        l_i = ()
-        acc = ()
-        for g in tl.static_range(G):
-            q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
-            q += (q_g.to(tl.float32) * scale,)
-            m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
-            l_i += (tl.zeros((ROWS,), tl.float32),)
-            acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
+        STEP: tl.constexpr = UNROLL * ROWS
+        STRIDE: tl.constexpr = H_KV * D
         first = split * share
         end = tl.minimum(first + share, length)
-        for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
-            inside = ()
-            k = ()
-            v = ()
-            for u in tl.static_range(UNROLL):  # all loads are issued before the first use
-                s = start + u * ROWS + offs_r
-                inside += (s < end,)
-                mask = (s < end)[:, None] & mask_d[None, :]
-                row = ((b * S + start) * H_KV + h) * D  # where the first key's head h begins
-                offs_kv = (u * ROWS + offs_r)[:, None] * (H_KV * D) + offs_d[None, :]
-                k += (tl.load(k_ptr + row + offs_kv, mask=mask, other=0.0),)
-                v += (tl.load(v_ptr + row + offs_kv, mask=mask, other=0.0).to(tl.float32),)
-            m_new = ()
-            l_new = ()
-            acc_new = ()
-            for g in tl.static_range(G):
-                scores = ()
-                for u in tl.static_range(UNROLL):
-                    s = tl.sum(q[g][None, :] * k[u].to(tl.float32), axis=1)  # [ROWS]
-                    scores += (tl.where(inside[u], s, -float("inf")),)
-                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, v)
-                m_new += (m_g,)
-                l_new += (l_g,)
-                acc_new += (acc_g,)
-            m_i, l_i, acc = m_new, l_new, acc_new
+        offs = (b * S + first) * STRIDE + h * D  # where the head's first key begins
+        k, v = tiles(k_ptr + offs, v_ptr + offs, first, end, STRIDE, D, BLOCK_D, ROWS, UNROLL)
+        q, m_i, l_i, acc = queries(q_ptr + (b * H_KV + h) * G * D, scale, G, D, BLOCK_D, ROWS)
+        for start in range(first, end, STEP):
+            # The next tiles are on their way while these are worked on.
+            offs = (b * S + start + STEP) * STRIDE + h * D
+            k_next, v_next = tiles(
+                k_ptr + offs, v_ptr + offs, start + STEP, end, STRIDE, D, BLOCK_D, ROWS, UNROLL
+            )
+            m_i, l_i, acc = attended(q, k, v, m_i, l_i, acc, start, end, G, ROWS, UNROLL)
+            k, v = k_next, v_next
         finish(
             m_i, l_i, acc, h, split, used, b, o_ptr, partial_ptr, lse_ptr, counter_ptr, SPLITS,
             H_KV, G, D, BLOCK_D, MERGE_UNROLL, MERGE_ROWS,
@@ -978,7 +1027,6 @@ def decode_attention_fused(
             ROWS=rows(BLOCK_D, q.itemsize, WARPS),
             MERGE_UNROLL=MERGE_UNROLL,
             MERGE_ROWS=rows(BLOCK_D, 4, WARPS),
-            STAGES=STAGES,
             num_warps=WARPS,
         )
     return out

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from solutions import _decode_attention as contiguous
-from solutions._decode_attention import LOG2_E, LOWEST, Workspace, absorbed, finish
+from solutions._decode_attention import LOG2_E, Workspace, attended, finish, queries
 
 THREADS = 32  # threads of a block of rung 1, which copies a page
 WRITE_WARPS = 4  # of a program that writes a token
@@ -240,8 +240,8 @@ def wrong_heads(q: Queries, k_cache: Pages, v_cache: Pages, *rest: Tensor) -> Qu
 
 
 def in_order(table: BlockTable) -> BlockTable:
-    """The table of pages that lie in order, sequence after sequence."""
-    return torch.arange(table.numel(), device=table.device).view(table.shape).to(torch.int32)
+    """A table of the first pages, in order, for every sequence."""
+    return torch.arange(table.shape[1], device=table.device).to(torch.int32).expand(table.shape)
 
 
 def sizes(*each: tuple[int, ...], **more: int) -> tuple[dict[str, int], ...]:
@@ -290,7 +290,7 @@ PAGED_KV = lab.Problem(
     target=(
         *(
             bars.ratio(
-                "paged_kv_direct", "gather, SDPA full", 0.59, dtype="bfloat16",
+                "paged_kv_prefetched", "gather, SDPA full", 0.59, dtype="bfloat16",
                 B=1, S=s, **QWEN_SMALL, page=16,
             )
             for s in CONTEXTS
@@ -534,7 +534,6 @@ def paged_kv_direct_kernel(
     ROWS: tl.constexpr,
     MERGE_UNROLL: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Program (h, split, b) does what chapter 10's does; the block table says where each key is.
 
@@ -545,42 +544,24 @@ def paged_kv_direct_kernel(
     share = tl.maximum(tl.cdiv(length, SPLITS), LEAST)
     used = tl.maximum(tl.cdiv(length, share), 1)
     if split < used:
-        offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        offs_d = tl.arange(0, BLOCK_D)
-        mask_d = offs_d < D
-        table_ptr = block_table_ptr + b * PAGES  # the table's row of this sequence
-        q = ()
-        m_i = ()
-        l_i = ()
-        acc = ()
-        for g in tl.static_range(G):
-            q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
-            q += ((q_g.to(tl.float32) * scale)[None, None, :],)
-            m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
-            l_i += (tl.zeros((ROWS,), tl.float32),)
-            acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
         first = split * share
         end = tl.minimum(first + share, length)
-        for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
-            s = start + offs_s  # [UNROLL, ROWS]
-            inside = s < end
-            mask = inside[:, :, None] & mask_d[None, None, :]
-            # A hole lies past the context, where the mask is False: it is never followed.
-            page = tl.load(table_ptr + s // PAGE, mask=inside, other=0).to(tl.int64)
-            row = ((page * PAGE + s % PAGE) * H_KV + h) * D  # where the key's head h begins
-            offs_kv = row[:, :, None] + offs_d[None, None, :]
-            k = tl.load(k_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(v_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
-            m_new = ()
-            l_new = ()
-            acc_new = ()
-            for g in tl.static_range(G):
-                scores = tl.where(inside, tl.sum(q[g] * k, axis=2), -float("inf"))
-                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, v)
-                m_new += (m_g,)
-                l_new += (l_g,)
-                acc_new += (acc_g,)
-            m_i, l_i, acc = m_new, l_new, acc_new
+        offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+        table_ptr = block_table_ptr + b * PAGES  # the table's row of this sequence
+        q, m_i, l_i, acc = queries(q_ptr + (b * H_KV + h) * G * D, scale, G, D, BLOCK_D, ROWS)
+        for start in range(first, end, UNROLL * ROWS):
+            k = ()
+            v = ()
+            for u in tl.static_range(UNROLL):
+                s = start + u * ROWS + offs_r
+                mask = (s < end)[:, None] & (offs_d < D)[None, :]
+                # A hole lies past the context, where the mask is False: it is never followed.
+                page = tl.load(table_ptr + s // PAGE, mask=s < end, other=0).to(tl.int64)
+                row = ((page * PAGE + s % PAGE) * H_KV + h) * D  # where the key's head h begins
+                offs = row[:, None] + offs_d[None, :]
+                k += (tl.load(k_cache_ptr + offs, mask=mask, other=0.0),)
+                v += (tl.load(v_cache_ptr + offs, mask=mask, other=0.0),)
+            m_i, l_i, acc = attended(q, k, v, m_i, l_i, acc, start, end, G, ROWS, UNROLL)
         finish(
             m_i, l_i, acc, h, split, used, b, o_ptr, partial_ptr, lse_ptr, counter_ptr, SPLITS,
             H_KV, G, D, BLOCK_D, MERGE_UNROLL, MERGE_ROWS,
@@ -639,7 +620,6 @@ def launch(
             ROWS=contiguous.rows(BLOCK_D, q.itemsize, num_warps),
             MERGE_UNROLL=contiguous.MERGE_UNROLL,
             MERGE_ROWS=contiguous.rows(BLOCK_D, 4, num_warps),
-            STAGES=1,
             num_warps=num_warps,
         )
     return out
@@ -668,6 +648,43 @@ def paged_kv_direct(
 # Rung 3 --------------------------------------------------------------------------------------
 
 
+@triton.jit
+def page_ids(table_ptr, start, end, PAGE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr):
+    """The pages of the keys of UNROLL tiles, the first from key `start`; 0 from `end` on."""
+    pages = ()
+    for u in tl.static_range(UNROLL):
+        s = start + u * ROWS + tl.arange(0, ROWS)
+        pages += (tl.load(table_ptr + s // PAGE, mask=s < end, other=0),)
+    return pages
+
+
+@triton.jit
+def paged_tiles(
+    k_cache_ptr,
+    v_cache_ptr,
+    pages,
+    start,
+    end,
+    PAGE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Chapter 10's `tiles`, of keys that lie in `pages`; the pointers are those of a head."""
+    offs_d = tl.arange(0, BLOCK_D)
+    k = ()
+    v = ()
+    for u in tl.static_range(UNROLL):
+        s = start + u * ROWS + tl.arange(0, ROWS)
+        mask = (s < end)[:, None] & (offs_d < D)[None, :]
+        offs = (pages[u].to(tl.int64) * PAGE + s % PAGE)[:, None] * STRIDE + offs_d[None, :]
+        k += (tl.load(k_cache_ptr + offs, mask=mask, other=0.0),)
+        v += (tl.load(v_cache_ptr + offs, mask=mask, other=0.0),)
+    return k, v
+
+
 @triton.jit(do_not_specialize=["PAGES", "SPLITS"])
 def paged_kv_prefetched_kernel(
     q_ptr,
@@ -692,55 +709,34 @@ def paged_kv_prefetched_kernel(
     ROWS: tl.constexpr,
     MERGE_UNROLL: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Program (h, split, b) does what rung 2's does, with the page ids of a tile loaded early.
+    """Program (h, split, b) does what rung 2's does, with everything asked for early.
 
-    While the keys of a tile are on their way, so are the page ids of the tile after it.
+    While it works on the keys of a round, those of the next are on their way, and the page ids of
+    the one after that.
     """
     h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.minimum(tl.load(context_lens_ptr + b), PAGES * PAGE)
     share = tl.maximum(tl.cdiv(length, SPLITS), LEAST)
     used = tl.maximum(tl.cdiv(length, share), 1)
     if split < used:
-        offs_s = tl.arange(0, UNROLL)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        offs_d = tl.arange(0, BLOCK_D)
-        mask_d = offs_d < D
-        table_ptr = block_table_ptr + b * PAGES
+        STEP: tl.constexpr = UNROLL * ROWS
+        STRIDE: tl.constexpr = H_KV * D
         first = split * share
         end = tl.minimum(first + share, length)
-        s = first + offs_s
-        page = tl.load(table_ptr + s // PAGE, mask=s < end, other=0)
-        q = ()
-        m_i = ()
-        l_i = ()
-        acc = ()
-        for g in tl.static_range(G):
-            q_g = tl.load(q_ptr + ((b * H_KV + h) * G + g) * D + offs_d, mask=mask_d, other=0.0)
-            q += ((q_g.to(tl.float32) * scale)[None, None, :],)
-            m_i += (tl.full((ROWS,), LOWEST, tl.float32),)
-            l_i += (tl.zeros((ROWS,), tl.float32),)
-            acc += (tl.zeros((ROWS, BLOCK_D), tl.float32),)
-        for start in tl.range(first, end, UNROLL * ROWS, num_stages=STAGES):
-            s = start + offs_s
-            inside = s < end
-            mask = inside[:, :, None] & mask_d[None, None, :]
-            row = ((page.to(tl.int64) * PAGE + s % PAGE) * H_KV + h) * D
-            offs_kv = row[:, :, None] + offs_d[None, None, :]
-            k = tl.load(k_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(v_cache_ptr + offs_kv, mask=mask, other=0.0).to(tl.float32)
-            s += UNROLL * ROWS
-            page = tl.load(table_ptr + s // PAGE, mask=s < end, other=0)  # for the next round
-            m_new = ()
-            l_new = ()
-            acc_new = ()
-            for g in tl.static_range(G):
-                scores = tl.where(inside, tl.sum(q[g] * k, axis=2), -float("inf"))
-                m_g, l_g, acc_g = absorbed(m_i[g], l_i[g], acc[g], scores, v)
-                m_new += (m_g,)
-                l_new += (l_g,)
-                acc_new += (acc_g,)
-            m_i, l_i, acc = m_new, l_new, acc_new
+        table_ptr = block_table_ptr + b * PAGES
+        k_ptr, v_ptr = k_cache_ptr + h * D, v_cache_ptr + h * D
+        pages = page_ids(table_ptr, first, end, PAGE, ROWS, UNROLL)
+        k, v = paged_tiles(k_ptr, v_ptr, pages, first, end, PAGE, STRIDE, D, BLOCK_D, ROWS, UNROLL)
+        pages = page_ids(table_ptr, first + STEP, end, PAGE, ROWS, UNROLL)
+        q, m_i, l_i, acc = queries(q_ptr + (b * H_KV + h) * G * D, scale, G, D, BLOCK_D, ROWS)
+        for start in range(first, end, STEP):
+            k_next, v_next = paged_tiles(
+                k_ptr, v_ptr, pages, start + STEP, end, PAGE, STRIDE, D, BLOCK_D, ROWS, UNROLL
+            )
+            pages = page_ids(table_ptr, start + 2 * STEP, end, PAGE, ROWS, UNROLL)
+            m_i, l_i, acc = attended(q, k, v, m_i, l_i, acc, start, end, G, ROWS, UNROLL)
+            k, v = k_next, v_next
         finish(
             m_i, l_i, acc, h, split, used, b, o_ptr, partial_ptr, lse_ptr, counter_ptr, SPLITS,
             H_KV, G, D, BLOCK_D, MERGE_UNROLL, MERGE_ROWS,
@@ -759,7 +755,7 @@ def paged_kv_prefetched(
     workspace: Workspace | None = None,
     validate: bool = False,
 ) -> Queries:
-    """Page ids are loaded a tile ahead: the look-up is over when the keys are asked for.
+    """Keys are asked for a round ahead, and page ids two: no look-up is waited for.
 
     Lengths and tables are read on the GPU. `max_context` says how long contexts will be, a whole
     row of the table if it is not given, and only decides how many programs share one. With `out`
@@ -797,7 +793,7 @@ GATHERED = lab.Exercise(
         lab.Mutant(
             "no_table",
             "ignores block_table",
-            {"block_table[b, i]": "b * block_table.shape[1] + i"},
+            {"block_table[b, i]": "i"},
         ),
         lab.Mutant(
             "next_slot",
@@ -808,11 +804,6 @@ GATHERED = lab.Exercise(
             },
         ),
         lab.Mutant("holes", "reads past the context", {"if s < length:": "if s >= 0:"}),
-        lab.Mutant(
-            "no_zeros",
-            "tail not written",
-            {"            k[b, s, h, d] = 0\n            v[b, s, h, d] = 0": "            pass"},
-        ),
     ),
 )
 
@@ -826,8 +817,8 @@ DIRECT = lab.Exercise(
         "the tile, under the mask: entries past the context are -1.",
         "A slot is H_KV·D numbers long. There may be more than 2³¹ in a cache: make the page an "
         "int64 before it is multiplied.",
-        "absorbed(m_i[g], l_i[g], acc[g], scores, v) and finish(…) are chapter 10's. With the same "
-        "tiles in the same order, not one bit of the result changes.",
+        "queries(…), attended(…) and finish(…) are chapter 10's. With the same tiles in the same "
+        "order, not one bit of the result changes.",
     ),
     mutants=(
         lab.Mutant(
@@ -837,8 +828,8 @@ DIRECT = lab.Exercise(
             "no_table",
             "ignores block_table",
             {
-                "tl.load(table_ptr + s // PAGE, mask=inside, other=0).to(tl.int64)": (
-                    "b * PAGES + s // PAGE"
+                "tl.load(table_ptr + s // PAGE, mask=s < end, other=0).to(tl.int64)": (
+                    "(s // PAGE).to(tl.int64)"
                 )
             },
         ),
@@ -846,7 +837,7 @@ DIRECT = lab.Exercise(
         lab.Mutant(
             "no_scale",
             "missing scale",
-            {"q_g.to(tl.float32) * scale": "q_g.to(tl.float32) * scale * D**0.5"},
+            {"G * D, scale, G": "G * D, scale * D**0.5, G"},
         ),
         lab.Mutant(
             "last_key",

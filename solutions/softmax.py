@@ -31,16 +31,17 @@ WARPS = THREADS // WARP
 FULL_WARP = 0xFFFFFFFF  # every lane takes part in a shuffle
 NEG_INF = -math.inf
 MAX_N = 2**18  # rungs 4 and 6: correct up to here, but past 32,768 columns registers spill
-THIN, THICK = 8, 64  # elements of a row in a thread of rungs 4 and 6; in bf16, 1 or 8 loads
+THIN, THICK = 8, 16  # elements of a row in a thread of rungs 4 and 6; in bf16, 1 or 2 loads
 ONE_WAVE = 2**20  # elements; half of what 132 SMs with 2,048 threads hold at 8 a thread
 SHORT = 512  # rungs 4 and 6: up to this N, one row is too little work for a program
 TILE = 4096  # rung 5: columns that a program looks at together; 32 a thread
 TILE_WARPS = 4
 ONE_PROGRAM = 16384  # the ops: up to this N a row is best held in one program's registers
 VECTOR_BYTES = 16  # the widest load a thread can issue
-PACKS = 8  # rung 7: vectors of a row in a thread; all are asked for before the first is used
-BLOCK_THREADS = 512  # rung 7: a block holds 64 KiB of its row, an SM three such blocks
+PACK_ELEMENTS = 64  # rung 7: elements of a row in a thread, all asked for before one is used
+BLOCK_THREADS = 256  # rung 7: in bf16 a block holds 32 KiB of its row, an SM six such blocks
 MOST_THREADS = 1024  # the largest block, for the longest rows
+MOST_SHARED = 224 * 1024  # bytes of a row in a block: sm_90 has 227 KiB for it
 MOST_BLOCKS = 8  # the largest cluster that every GPU with clusters can start
 SIMULATED = bool(config.ENABLE_CUDASIM)
 # Compile cards are made without a device, for many; they show the kernel that clusters run.
@@ -574,7 +575,8 @@ def warps(M: int, N: int) -> int:
     # Work that fits on the chip at once is spread thin: a short chain of instructions per thread.
     # Above that, more loads in flight per thread, and fewer warps that must meet for a row.
     per_thread = THIN if M * N <= ONE_WAVE else THICK
-    return min(max(1, triton.next_power_of_2(N) // (WARP * per_thread)), 32)
+    most = 16 if N <= ONE_PROGRAM else 32  # two rows on an SM, until registers would spill
+    return min(max(1, triton.next_power_of_2(N) // (WARP * per_thread)), most)
 
 
 @triton.jit
@@ -760,8 +762,6 @@ CLUSTER = r"""
 #include <math_constants.h>
 #define NEG_INF (-CUDART_INF_F)
 
-constexpr int PACKS = 8;  // as in Python
-
 // 16 bytes: the compiler loads and stores a Pack with one instruction.
 template <typename T> struct alignas(16) Pack { T v[16 / sizeof(T)]; };
 
@@ -783,8 +783,8 @@ __device__ Part merged_in_warp(Part part) {
 
 // A cluster of blocks computes one row; each thread keeps PACKS packs of it in shared memory, where
 // no other thread looks. RAGGED: rows do not all begin and end between two packs. With 40 registers
-// an SM holds 1,536 threads: three blocks of 512, and 192 KiB of rows.
-template <typename T, bool RAGGED>
+// an SM holds 1,536 threads: six blocks of 256, and in bf16 192 KiB of rows.
+template <typename T, int PACKS, bool RAGGED>
 __global__ void __maxnreg__(40) softmax_cluster_kernel(const T* x, T* y, int N) {
 #if __CUDA_ARCH__ >= 900
     constexpr int W = 16 / sizeof(T);
@@ -870,10 +870,17 @@ __global__ void __maxnreg__(40) softmax_cluster_kernel(const T* x, T* y, int N) 
 }
 """
 CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
+
+
+def packs_of(dtype: torch.dtype) -> int:
+    """Packs of a row in a thread of rung 7."""
+    return PACK_ELEMENTS * dtype.itemsize // VECTOR_BYTES
+
+
 CLUSTER_KERNELS = {
     (dtype, ragged): lab.cuda_kernel(
         CLUSTER,
-        f"softmax_cluster_kernel<{name}, {str(ragged).lower()}>",
+        f"softmax_cluster_kernel<{name}, {packs_of(dtype)}, {str(ragged).lower()}>",
         options={"use_fast_math": True},  # exp in two instructions; results below 2⁻¹²⁶ become 0
     )
     for dtype, name in CPP_TYPES
@@ -881,15 +888,15 @@ CLUSTER_KERNELS = {
 }
 
 
-def cluster_shape(M: int, packs: int) -> tuple[int, int]:
+def cluster_shape(M: int, packs: int, per_thread: int) -> tuple[int, int]:
     """Blocks of a cluster and threads of a block for a row of so many packs."""
     blocks = 1
     # More blocks until a row fits; or, where there are few rows, until all SMs have work.
     while blocks < MOST_BLOCKS and (
-        packs > blocks * BLOCK_THREADS * PACKS or 2 * M * blocks <= lab.DEVICE.sms
+        packs > blocks * BLOCK_THREADS * per_thread or 2 * M * blocks <= lab.DEVICE.sms
     ):
         blocks *= 2
-    return blocks, triton.cdiv(packs, blocks * PACKS * WARP) * WARP
+    return blocks, triton.cdiv(packs, blocks * per_thread * WARP) * WARP
 
 
 def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
@@ -899,7 +906,7 @@ def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
     before compute capability 9.0, and under the simulators. Writes to `out` if given, which may be
     x itself. TypeError or ValueError for arguments other than contiguous matrices of one shape and
     dtype. Where rows are long, x and out must also begin at multiples of 16 bytes, and a row may
-    have up to a MiB.
+    have up to 524,288 columns, or 458,752 in float32.
     """
     M, N = check_args(x)
     if N <= ONE_PROGRAM or not CLUSTERS:
@@ -911,12 +918,13 @@ def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
     for name, t in (("x", x), ("out", y)):
         if late := t.data_ptr() % VECTOR_BYTES:  # x[1:] is contiguous, and starts between vectors
             raise ValueError(f"{name} starts {late} bytes after a multiple of 16: clone it")
-    per_pack = VECTOR_BYTES // x.itemsize
+    per_pack, per_thread = VECTOR_BYTES // x.itemsize, packs_of(x.dtype)
     ragged = N % per_pack != 0
     packs = (N + per_pack - 1) // per_pack + ragged  # one more where rows begin inside a pack
-    blocks, threads = cluster_shape(M, packs)
-    if threads > MOST_THREADS:
-        most = MOST_BLOCKS * MOST_THREADS * PACKS * per_pack
+    blocks, threads = cluster_shape(M, packs, per_thread)
+    shared = per_thread * VECTOR_BYTES
+    if threads > (most := min(MOST_THREADS, MOST_SHARED // shared)):
+        most *= MOST_BLOCKS * PACK_ELEMENTS
         raise ValueError(f"{N=} must be at most {most} in {x.dtype}: a cluster holds a whole row")
     CLUSTER_KERNELS[x.dtype, ragged].launch(
         M * blocks,
@@ -924,7 +932,7 @@ def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
         x,
         y,
         np.int32(N),
-        shared=threads * PACKS * VECTOR_BYTES,
+        shared=threads * shared,
         cluster=blocks,
     )
     return y

@@ -524,10 +524,10 @@ FUSED = lab.Exercise(
     "swiglu_fused_kernel",
     hints=(
         "y has `count` elements in a row; which matrix they came from does not matter here. "
-        "tl.arange(0, BLOCK) numbers those of one program: where do they begin?",
+        "`tl.arange(0, BLOCK)` numbers those of one program: where do they begin?",
         "Every element needs gate and up at its own place. The last program reaches past the end: "
         "one mask guards both loads and the store.",
-        "silu(g) = g / (1 + exp(-g)) in float32. In this form a large exp(-g) does no harm.",
+        "`gate / (1 + tl.exp(-gate))` in float32. Here an infinite exponential does no harm.",
         "Transformers writes silu(gate) to memory before it multiplies. Round it to the dtype of "
         "up, then multiply in that dtype.",
     ),
@@ -553,11 +553,11 @@ VECTORIZED = lab.Exercise(
     "gate_up_swiglu_vectorized",
     "gate_up_swiglu_vectorized_kernel",
     hints=(
-        "A program has ROWS outputs: n = pid·ROWS + 0 … ROWS - 1. Output n needs row n of w, which "
+        "A program has `ROWS` outputs, n from `pid * ROWS` on. Output n needs row n of w, which "
         "is the gate's, and row N + n, which is up's. A row has K elements.",
-        "Load [ROWS, DEPTH] tiles: offs_n[:, None] * K + offs_k[None, :]. Walk over K in steps of "
-        "DEPTH and add up; both tail masks need zeros where nothing is loaded.",
-        "tl.sum(w · x, axis=1) in float32 is one number a row. Issue both loads of w before the "
+        "Load tiles of ROWS × DEPTH: `offs_n[:, None] * K + offs_k[None, :]`. Walk over K in steps "
+        "of DEPTH and add up; both tail masks need zeros where nothing is loaded.",
+        "`tl.sum(w * x, axis=1)` in float32 is one number a row. Issue both loads of w before the "
         "first use of either.",
         "When the sums are complete, round gate and up to the dtype of x: there the unfused model "
         "writes them to memory. Then silu(gate), rounded, times up.",
