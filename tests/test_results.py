@@ -155,6 +155,7 @@ def test_committed_results_are_valid_and_whole(path):
     )
     assert read.data["rejected"]
     assert read.data["gpu_tests"]["passed"] > 0
+    assert read.data["gpu_tests"]["failed"] == 0
 
 
 def test_generated_pages_are_in_step_with_the_results():
