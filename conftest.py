@@ -8,6 +8,8 @@ import os
 
 import pytest
 
+collect_ignore_glob = ["chapters/_*"]  # drafts
+
 CELL_TIMEOUT_S = 120  # nbval's 2000 would let a dead kernel hold a run for half an hour
 OUTPUT_TIMEOUT_S = (
     30  # between a cell's end and its last output; nbval's 5 is short on a busy machine

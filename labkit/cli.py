@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import labkit as lab
 from labkit.results import REFERENCE, RESULTS, ROOT
+from labkit.sync import notebooks, slug_of
 
 import argparse
 import importlib.util
@@ -202,7 +203,7 @@ def record(options) -> int:
         raise Fault(f"{ladder.slug}: not recorded, since GPU tests fail")
     path = record_ladder(ladder, gpu_tests=counts)
     print(f"wrote {path}")
-    for notebook in sorted((ROOT / "chapters").glob(f"*_{ladder.slug}.ipynb")):
+    for notebook in (n for n in notebooks() if slug_of(n) == ladder.slug):
         execute(notebook)
         print(f"executed {notebook}")
     if path.parent.name == REFERENCE:
@@ -211,7 +212,7 @@ def record(options) -> int:
 
 
 def _chapter(chapter: str):
-    for notebook in sorted((ROOT / "chapters").glob("*.ipynb")):
+    for notebook in notebooks():
         number, _, slug = notebook.stem.partition("_")
         if chapter in (number, slug, notebook.stem):
             return _find(slug)[0]

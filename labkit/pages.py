@@ -8,6 +8,7 @@ from labkit.diagnose import BUGS
 from labkit.ladder import Ladder, ladders
 from labkit.problem import Problem
 from labkit.results import ROOT, Results, Timing, microseconds, percent, rate, results
+from labkit.sync import notebooks, slug_of
 
 import re
 from pathlib import Path
@@ -20,8 +21,7 @@ BEGIN, END = "<!-- scorecard: begin -->", "<!-- scorecard: end -->"
 def in_order() -> list[Ladder]:
     """The ladder of every chapter, in the order of the chapters."""
     known = {ladder.slug: ladder for ladder in ladders()}
-    chapters = [p.stem.partition("_")[2] for p in sorted((ROOT / "chapters").glob("*.ipynb"))]
-    return [known[slug] for slug in chapters if slug in known]
+    return [known[slug] for slug in map(slug_of, notebooks()) if slug in known]
 
 
 def recorded() -> list[tuple[Ladder, Results]]:

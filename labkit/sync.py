@@ -19,6 +19,11 @@ from pathlib import Path
 CHAPTERS = ROOT / "chapters"
 
 
+def notebooks(folder: Path = CHAPTERS) -> list[Path]:
+    """The chapters in order. Files named `_…` are drafts, like such modules of solutions."""
+    return sorted(folder.glob("[0-9]*.ipynb"))
+
+
 def slug_of(notebook: Path) -> str:
     """`chapters/03_rms_norm.ipynb` belongs to `rms_norm`."""
     return notebook.stem.partition("_")[2]
@@ -46,7 +51,7 @@ def sync(check: bool = False, folder: Path = CHAPTERS) -> list[str]:
     import nbformat
 
     faults = []
-    for path in sorted(folder.glob("*.ipynb")):
+    for path in notebooks(folder):
         notebook = nbformat.read(path, as_version=4)
         changed = False
         for number, cell in enumerate(notebook.cells):

@@ -41,8 +41,8 @@ LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x
 NEG_INF = -math.inf
 LOWEST = tl.constexpr(-1e30)  # below every score, and unlike -inf it can be subtracted from itself
 MAX_GROUP = 16  # query heads of a program; their sums must fit in registers
-# Rung 4. Each of 8 warps asks for 8 vectors of keys and 8 of values at once: 32 KiB a program, so
-# two programs keep the 64 KiB in flight that an SM needs for its share of the bandwidth.
+# Rung 4: a thread asks for 4 vectors of keys and 4 of values at once, a program for 32 KiB. Two
+# programs keep the 64 KiB in flight that an SM needs for its share of the bandwidth.
 WARPS, UNROLL = 8, 4
 PROGRAMS_PER_SM = 2
 LEAST = 32  # keys of a program; below that, merging costs more than it saves

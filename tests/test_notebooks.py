@@ -1,5 +1,7 @@
 """Every chapter as it is committed: its form, its size, and where its numbers come from."""
 
+from labkit.sync import notebooks
+
 import base64
 import re
 import statistics
@@ -63,7 +65,7 @@ def where(chapter: str, cell) -> str:
 
 
 def test_every_chapter_is_in_the_book_in_order():
-    committed = sorted(path.stem for path in (ROOT / "chapters").glob("*.ipynb"))
+    committed = [path.stem for path in notebooks()]
     assert committed == CHAPTERS
 
 

@@ -10,7 +10,8 @@ rounds them to the dtype of x, rounds each product, and rounds the sum. So do al
 
 Shapes   q [T, H, D], k [T, H_kv, D], cos_sin [P, D] float32: row p holds the D/2 cosines of
          position p, then its sines; positions [T] int32 or int64 -> q [T, H, D], k [T, H_kv, D]
-         fused: also v [T, H_kv, D], weights [D], caches [S, H_kv, D], slot_mapping [T]
+         fused: also v [T, H_kv, D], weights [D], slot_mapping [T], and caches [S, H_kv, D], whose
+         rows slot_mapping it writes
 Cost     read and write q and k, read a row of the table per token:
          2·T·(H + H_kv)·D·itemsize + 4·T·D bytes, for 3 FLOPs an element: bandwidth bound
 Source   Su et al. 2021, arXiv:2104.09864, §3.4.2; the casts are those of apply_rotary_pos_emb and
@@ -19,6 +20,9 @@ Source   Su et al. 2021, arXiv:2104.09864, §3.4.2; the casts are those of apply
 
 import labkit as lab
 from labkit import bars
+from labkit.problem import cloned
+
+import inspect
 
 import numpy as np
 import torch
@@ -35,6 +39,9 @@ MAX_PAIRS = 1024  # rungs 2 and 3: a thread for each pair of a head, and 1,024 i
 VECTOR_BYTES = 16  # the widest load a thread can issue
 THIN, THICK = 16, 64  # rungs 4 and 5: elements of a token in a thread, few tokens and many
 ONE_WAVE = 2**20  # elements; half of what 132 SMs with 2,048 threads hold at 8 a thread
+# A fused multiply-add rounds once where Transformers rounds twice. On sm_90 LLVM would make one of
+# a bf16 product and a bf16 sum, although the casts in between are written down.
+EACH_ROUNDED = False  # rungs 4 and 5: enable_fp_fusion
 INTS = (torch.int32, torch.int64)
 SIMULATED = bool(config.ENABLE_CUDASIM)
 Queries, Keys = Float[Tensor, "T H D"], Float[Tensor, "T H_kv D"]
@@ -118,7 +125,8 @@ def casts_like(library, inputs):
 
     def holds(kernel) -> str | None:
         args = inputs(torch.bfloat16, seed=1, T=5, H=8, H_kv=4, D=64)
-        for got, want in zip(lab.outputs(kernel(*args)), lab.outputs(library(*args)), strict=True):
+        both = (lab.outputs(fn(*cloned(args))) for fn in (kernel, library))
+        for got, want in zip(*both, strict=True):
             same = (got == want).double().mean().item()
             if same < 0.99:
                 return f"{same:.0%} of the values have the library's bits, wanted 99 %"
@@ -244,15 +252,17 @@ ROPE = lab.Problem(
 
 def cache_inputs(
     dtype: torch.dtype, seed: int = 0, *, T: int, H: int, H_kv: int, D: int
-) -> tuple[Tensor | None, ...]:
-    """Normal q, k, v; weights 1 + normal/10; no caches yet, and the slots of new ones, shuffled."""
-    q, k, v, q_weight, k_weight = lab.randn(
-        (T, H, D), (T, H_kv, D), (T, H_kv, D), (D,), (D,), dtype=dtype, seed=seed
+) -> tuple[Tensor, ...]:
+    """Normal q, k, v and caches; weights 1 + normal/10; a slot for each token, never the last."""
+    S = T + T // 4 + 2  # more slots than tokens: what the others hold must survive
+    tokens, cache = (T, H_kv, D), (S, H_kv, D)
+    q, k, v, q_weight, k_weight, k_cache, v_cache = lab.randn(
+        (T, H, D), tokens, tokens, (D,), (D,), cache, cache, dtype=dtype, seed=seed
     )
-    slots = torch.randperm(T, generator=torch.Generator("cpu").manual_seed(seed))
+    slots = torch.randperm(S - 1, generator=torch.Generator("cpu").manual_seed(seed))[:T]
     table, positions = cos_sin_table(2 * T + 2, D), draw(2 * T + 1, T, seed)
     weights = 1 + 0.1 * q_weight, 1 + 0.1 * k_weight
-    return q, k, v, *weights, table, positions, None, None, slots.to(lab.DEVICE.torch)
+    return q, k, v, *weights, table, positions, k_cache, v_cache, slots.to(lab.DEVICE.torch)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
@@ -262,22 +272,21 @@ def norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     return weight * h.to(x.dtype)
 
 
-def stored(x: Tensor, cache: Tensor | None, slot_mapping: Tensor) -> Tensor:
-    """x in its slots of the cache, or of a new one with a slot for each token."""
-    cache = torch.empty_like(x) if cache is None else cache
-    return cache.index_copy_(0, slot_mapping, x)
+def stored(q, k, v, k_cache, v_cache, slots) -> tuple[Tensor, Tensor, Tensor]:
+    """q, and the caches with k and v of token t written into slot slots[t]."""
+    return q, k_cache.index_copy_(0, slots, k), v_cache.index_copy_(0, slots, v)
 
 
 def cache_reference(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots):
     """Norm, rotation, slots."""
     q, k = reference(norm(q, q_weight), norm(k, k_weight), cos_sin, positions)
-    return q, stored(k, k_cache, slots), stored(v, v_cache, slots)
+    return stored(q, k, v, k_cache, v_cache, slots)
 
 
 def cache_library(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots):
     """Transformers' q_norm, k_norm, apply_rotary_pos_emb and cache update: one kernel each."""
     q, k = library(norm(q, q_weight), norm(k, k_weight), cos_sin, positions)
-    return q, stored(k, k_cache, slots), stored(v, v_cache, slots)
+    return stored(q, k, v, k_cache, v_cache, slots)
 
 
 def run_apart(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots):
@@ -287,7 +296,7 @@ def run_apart(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache,
     q_norm = rms_norm(q.flatten(0, 1), q_weight, EPS).view(q.shape)
     k_norm = rms_norm(k.flatten(0, 1), k_weight, EPS).view(k.shape)
     q, k = rope_tiled(q_norm, k_norm, cos_sin, positions)
-    return q, stored(k, k_cache, slots), stored(v, v_cache, slots)
+    return stored(q, k, v, k_cache, v_cache, slots)
 
 
 def flashinfer_apart(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots):
@@ -297,19 +306,21 @@ def flashinfer_apart(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v
     q_norm = rmsnorm(q.flatten(0, 1), q_weight, EPS).view(q.shape)
     k_norm = rmsnorm(k.flatten(0, 1), k_weight, EPS).view(k.shape)
     q, k = flashinfer_rope(q_norm, k_norm, cos_sin, positions)
-    return q, stored(k, k_cache, slots), stored(v, v_cache, slots)
+    return stored(q, k, v, k_cache, v_cache, slots)
 
 
 def writes_its_slots_only(kernel) -> str | None:
     """Into caches that exist: a token's slot is written, -1 writes nothing, all else stays.
 
-    q, k and v are views of one tensor, as a fused projection leaves them, and q has its output.
+    q, k and v are views of one tensor, as a fused projection leaves them; q gets its output, if the
+    kernel takes one.
     """
     T, H, H_kv, D, S = 4, 4, 2, 16, 7
     args = cache_inputs(torch.float32, seed=1, T=T, H=H, H_kv=H_kv, D=D)
     packed = torch.cat([x.flatten(1) for x in args[:3]], dim=1)  # [T, (H + 2·H_kv)·D]
     q, k, v = (x.unflatten(1, (-1, D)) for x in packed.split((H * D, H_kv * D, H_kv * D), dim=1))
-    wanted_q, k_rows, v_rows = kernel(*args[:9], row_of(q))
+    fresh = (torch.zeros((T, H_kv, D), device=q.device) for _ in range(2))
+    wanted_q, k_rows, v_rows = kernel(*args[:7], *fresh, row_of(q))
     # Slot -1 would be the row before the cache: it belongs to the same allocation.
     rooms = [torch.full((S + 2, H_kv, D), 9.0, device=q.device) for _ in range(2)]
     wanted = [room.clone() for room in rooms]
@@ -317,9 +328,11 @@ def writes_its_slots_only(kernel) -> str | None:
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             wanted[0][1 + slot], wanted[1][1 + slot] = k_rows[token], v_rows[token]
-    out = torch.empty_like(wanted_q)
-    got = kernel(q, k, v, *args[3:7], *(r[1:-1] for r in rooms), slots, out=out)
-    if got[0] is not out or not torch.equal(out, wanted_q):
+    given = {"out": torch.empty_like(wanted_q)}
+    if "out" not in inspect.signature(kernel).parameters:
+        given = {}
+    got = kernel(q, k, v, *args[3:7], *(r[1:-1] for r in rooms), slots, **given)
+    if not torch.equal(given.get("out", got[0]), wanted_q):
         return "q is not what it is for contiguous inputs, or not in the output that was given"
     for name, room, want in zip(("k_cache", "v_cache"), rooms, wanted, strict=True):
         wrong = (room != want).flatten(1).any(dim=1).nonzero().flatten() - 1
@@ -337,7 +350,7 @@ def norm_after_rope(q, k, v, qw, kw, cos_sin, positions, k_cache, v_cache, slots
     """The rotation first, then the norm."""
     q, k = reference(q, k, cos_sin, positions)
     q, k = norm(q, qw), norm(k, kw)
-    return q, stored(k, k_cache, slots), stored(v, v_cache, slots)
+    return stored(q, k, v, k_cache, v_cache, slots)
 
 
 QK_NORM_ROPE_CACHE = lab.Problem(
@@ -350,6 +363,7 @@ QK_NORM_ROPE_CACHE = lab.Problem(
         flops=7 * T * (H + H_kv) * D,
     ),
     terms=lambda T, H, H_kv, D: D,
+    mutates=("k_cache", "v_cache"),
     **SIZES,
     huge_size={"T": 2**17 + 1, "H": 128, "H_kv": 128, "D": 128},
     target=tuple(
@@ -368,16 +382,20 @@ QK_NORM_ROPE_CACHE = lab.Problem(
         "norms k with q's weight": of_cache(
             lambda q, k, v, qw, kw, *rest: (q, k, v, qw, qw, *rest)
         ),
-        "slot off by one": of_cache(lambda *args: (*args[:9], (args[9] + 1) % len(args[0]))),
+        "slot off by one": of_cache(lambda *args: (*args[:9], args[9] + 1)),
         "ignores slot_mapping": of_cache(lambda *args: (*args[:9], row_of(args[0]))),
         "position off by one": of_cache(lambda *args: (*args[:6], args[6] + 1, *args[7:])),
         "wrong sign": of_cache(lambda *args: (*args[:5], minus(args[5]), *args[6:])),
         "wrong GQA head map": of_cache(lambda q, k, *rest: (q, shared(k, q.shape[1]), *rest)),
-        "rotates v": lambda q, k, v, qw, kw, c, p, kc, vc, slots: (
-            *cache_reference(q, k, v, qw, kw, c, p, kc, vc, slots)[:2],
-            stored(reference(v, v, c, p)[0], vc, slots),
+        "rotates v": of_cache(
+            lambda q, k, v, qw, kw, c, p, *rest: (
+                *(q, k, reference(v, v, c, p)[0], qw, kw, c, p),
+                *rest,
+            )
         ),
-        "swaps k and v": lambda *args: tuple(cache_reference(*args)[i] for i in (0, 2, 1)),
+        "swaps k and v": lambda *args: tuple(
+            cache_reference(*args[:7], args[8], args[7], args[9])[i] for i in (0, 2, 1)
+        ),
     },
     properties=(
         lab.Property("slot -1 is skipped", "writes skipped tokens", writes_its_slots_only),
@@ -420,6 +438,45 @@ def check_heads(**tensors: Tensor) -> None:
                 f"{name} has shape {tuple(t.shape)} and strides {t.stride()}, must have its heads "
                 f"one after another: pass {name}.contiguous()"
             )
+
+
+def check_cache_args(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    out: Tensor,
+) -> None:
+    """What rung 5 needs besides; q and k have been through check_args."""
+    T, H_kv, D = k.shape
+    lab.check_tensors(
+        q=q, v=v, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache, out=out
+    )
+    lab.check_tensors(dtypes=INTS, slot_mapping=slot_mapping)
+    wanted = {
+        "v": (v, k.shape),
+        "q_weight": (q_weight, (D,)),
+        "k_weight": (k_weight, (D,)),
+        "slot_mapping": (slot_mapping, (T,)),
+        "k_cache": (k_cache, (*k_cache.shape[:1], H_kv, D)),
+        "v_cache": (v_cache, k_cache.shape),
+        "out": (out, q.shape),
+    }
+    for name, (t, shape) in wanted.items():
+        if t.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, must be {tuple(shape)}")
+    if not eps > 0:
+        raise ValueError(f"{eps=} must be positive: a head of zeros would be divided by zero")
+    check_heads(q=q, k=k, v=v)
+    lab.check_contiguous(
+        q_weight=q_weight, k_weight=k_weight, slot_mapping=slot_mapping, out=out,
+        k_cache=k_cache, v_cache=v_cache,
+    )  # fmt: skip
 
 
 def check_range(validate: bool, **tables: tuple[Tensor, int, int]) -> None:
@@ -629,11 +686,6 @@ def warps(T: int, elements: int) -> int:
     return min(triton.next_power_of_2(max(lanes, 4 * 32)) // 32, 16)
 
 
-# A fused multiply-add rounds once where Transformers rounds twice. On sm_90 LLVM would make one of
-# a bf16 product and a bf16 sum, although the casts in between are written down.
-EACH_ROUNDED = False  # for enable_fp_fusion
-
-
 @triton.jit
 def turned(x1, x2, cos, sin):
     """The pairs (x1, x2), turned; rounds cos, sin, the products and the sums to the type of x."""
@@ -706,14 +758,8 @@ def rope_tiled(
     k_out = torch.empty((T, H_kv, D), dtype=q.dtype, device=q.device)
     if T > 0:
         rope_tiled_kernel[(T,)](
-            q,
-            k,
-            cos_sin,
-            positions,
-            q_out,
-            k_out,
-            q.stride(0),
-            k.stride(0),
+            *(q, k, cos_sin, positions, q_out, k_out),
+            *(q.stride(0), k.stride(0)),
             H=H,
             H_KV=H_kv,
             D=D,
@@ -807,8 +853,8 @@ def qk_norm_rope_cache_fused(
     k_weight: Gain,
     cos_sin: Table,
     positions: Tokens,
-    k_cache: Cache | None,
-    v_cache: Cache | None,
+    k_cache: Cache,
+    v_cache: Cache,
     slot_mapping: Tokens,
     eps: float = EPS,
     *,
@@ -817,70 +863,24 @@ def qk_norm_rope_cache_fused(
 ) -> tuple[Queries, Cache, Cache]:
     """Norm, rotation and cache write while a token is in registers: q, k and v move once.
 
-    Writes k and v of token t into row slot_mapping[t] of the caches; -1 skips a token. Returns
-    (q, k_cache, v_cache): q is `out`, if given. Caches of None become new ones with T slots, and
-    a slot that no token has stays unwritten. With `out` and both caches nothing is allocated, so
-    a CUDA graph can hold the launch; without `validate` it never waits for the GPU.
+    Writes k and v of token t into row slot_mapping[t] of the caches, in place; -1 skips a token,
+    and no other row changes. Returns (q, k_cache, v_cache): q is `out`, if given.
 
     TypeError or ValueError for arguments of another form. Tokens of q, k and v may lie apart, as
     in a fused projection's output. A position past the table or a slot past the cache is undefined
     on a GPU, a ValueError with `validate` (which waits for the GPU) and under the simulators.
     """
     T, H, H_kv, D = check_args(q, k, cos_sin, positions)
-    lab.check_tensors(q=q, v=v, q_weight=q_weight, k_weight=k_weight)
-    lab.check_tensors(dtypes=INTS, slot_mapping=slot_mapping)
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {tuple(v.shape)}, must be {tuple(k.shape)} like k")
-    for name, w in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if w.shape != (D,):
-            raise ValueError(f"{name} has shape {tuple(w.shape)}, must be ({D},)")
-    if slot_mapping.shape != (T,):
-        raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}, must be ({T},)")
-    if not eps > 0:
-        raise ValueError(f"{eps=} must be positive: a head of zeros would be divided by zero")
-    if (k_cache is None) != (v_cache is None):
-        raise ValueError("k_cache and v_cache must be given together, or both be None")
-    if k_cache is None:
-        k_cache = torch.empty((T, H_kv, D), dtype=q.dtype, device=q.device)
-        v_cache = torch.empty((T, H_kv, D), dtype=q.dtype, device=q.device)
-    if out is None:
-        out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
-    lab.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    if k_cache.ndim != 3 or k_cache.shape[1:] != (H_kv, D):
-        shape = tuple(k_cache.shape)
-        raise ValueError(f"k_cache has shape {shape}, must be (S, {H_kv}, {D})")
-    if v_cache.shape != k_cache.shape:
-        shapes = f"{tuple(v_cache.shape)}, must be {tuple(k_cache.shape)}"
-        raise ValueError(f"v_cache has shape {shapes} like k_cache")
-    if out.shape != q.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, must be {tuple(q.shape)} like q")
-    check_heads(q=q, k=k, v=v)
-    lab.check_contiguous(
-        q_weight=q_weight, k_weight=k_weight, cos_sin=cos_sin, positions=positions,
-        k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, out=out,
-    )  # fmt: skip
-    check_range(
-        validate,
-        positions=(positions, 0, len(cos_sin)),
-        slot_mapping=(slot_mapping, -1, len(k_cache)),
-    )
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device) if out is None else out
+    check_cache_args(q, k, v, q_weight, k_weight, k_cache, v_cache, slot_mapping, eps, out)
+    lab.check_contiguous(cos_sin=cos_sin, positions=positions)
+    slots = slot_mapping, -1, len(k_cache)
+    check_range(validate, positions=(positions, 0, len(cos_sin)), slot_mapping=slots)
     if T > 0:
         qk_norm_rope_cache_fused_kernel[(T,)](
-            q,
-            k,
-            v,
-            q_weight,
-            k_weight,
-            cos_sin,
-            positions,
-            slot_mapping,
-            out,
-            k_cache,
-            v_cache,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            eps,
+            *(q, k, v, q_weight, k_weight, cos_sin, positions, slot_mapping),
+            *(out, k_cache, v_cache),
+            *(q.stride(0), k.stride(0), v.stride(0), eps),
             H=H,
             H_KV=H_kv,
             D=D,
@@ -970,7 +970,7 @@ FUSED = lab.Exercise(
         lab.Mutant(
             "next_slot",
             "slot off by one",
-            {SLOT: "slot = (tl.load(slot_mapping_ptr + token) + 1) % tl.num_programs(0)"},
+            {SLOT: "slot = 1 + tl.load(slot_mapping_ptr + token)"},
         ),
         lab.Mutant(
             "no_slots",
@@ -987,6 +987,46 @@ FUSED = lab.Exercise(
     ),
 )
 
+# Attempts not kept ---------------------------------------------------------------------------
+
+
+def rope_vectorized_filled(
+    q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rung 3's kernel in a block with a thread for each pack of each head; whole packs only."""
+    T, H, H_kv, D = check_args(q, k, cos_sin, positions)
+    lab.check_contiguous(q=q, k=k, cos_sin=cos_sin, positions=positions)
+    W = VECTOR_BYTES // q.itemsize
+    packs = D // (2 * W)  # in half a head
+    if D % (2 * W) or packs * (H + H_kv) > 1024 or T == 0:
+        raise ValueError(f"{T=}, {H=}, {H_kv=}, {D=}: a block has a thread for each pack")
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    kernel = VECTORIZED_KERNELS[q.dtype, positions.dtype, W]
+    heads = np.int32(H), np.int32(H_kv), np.int32(D)
+    kernel[T, (packs, H + H_kv)](q, k, cos_sin, positions, q_out, k_out, *heads)
+    return q_out, k_out
+
+
+def qk_norm_rope_cache_thin(
+    q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rung 5's kernel with 16 warps for each token, however many tokens there are."""
+    T, H, H_kv, D = check_args(q, k, cos_sin, positions)
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    check_cache_args(q, k, v, q_weight, k_weight, k_cache, v_cache, slot_mapping, EPS, out)
+    lab.check_contiguous(cos_sin=cos_sin, positions=positions)
+    tile = [triton.next_power_of_2(n) for n in (H, H_kv, D // 2)]
+    qk_norm_rope_cache_fused_kernel[(T,)](
+        *(q, k, v, q_weight, k_weight, cos_sin, positions, slot_mapping),
+        *(out, k_cache, v_cache),
+        *(q.stride(0), k.stride(0), v.stride(0), EPS),
+        *(H, H_kv, D, *tile),
+        num_warps=16,
+        enable_fp_fusion=EACH_ROUNDED,
+    )
+    return out, k_cache, v_cache
+
+
 LADDER = lab.Ladder(
     ROPE,
     (
@@ -997,6 +1037,22 @@ LADDER = lab.Ladder(
         lab.Rung(qk_norm_rope_cache_fused, "triton", problem=QK_NORM_ROPE_CACHE),
     ),
     exercises=(COALESCED, FUSED),
+    rejected=(
+        lab.Rejected(
+            rope_vectorized_filled,
+            against="rope_tiled",
+            attempt="rung 3's CUDA kernel in the right block: a thread for each pack of each head",
+            expected="the same loads as rung 4, and no idle lane: within 3 % either way",
+            cause="TODO(cause)",
+        ),
+        lab.Rejected(
+            qk_norm_rope_cache_thin,
+            against="qk_norm_rope_cache_fused",
+            attempt="16 warps for a token instead of 4, so that an SM is full of warps",
+            expected="more warps to switch to while one waits: 1 to 5 % less time",
+            cause="TODO(cause)",
+        ),
+    ),
 )
 
 # The ops -------------------------------------------------------------------------------------
@@ -1013,36 +1069,18 @@ torch.library.custom_op(
 ).register_fake(lambda q, k, cos_sin, positions: (q.new_empty(q.shape), k.new_empty(k.shape)))
 
 
-def into_new_caches(
+def into_caches(
     q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps=EPS
-):
-    """The op that returns new caches; ValueError where some are given."""
-    if k_cache is not None or v_cache is not None:
-        raise ValueError("k_cache is given: call qk_norm_rope_cache_, which writes into it")
-    args = q, k, v, q_weight, k_weight, cos_sin, positions, None, None, slot_mapping, eps
-    return qk_norm_rope_cache(*args)
-
-
-def into_given_caches(
-    q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps=EPS
-):
-    """The op that writes into caches and returns q."""
+) -> Tensor:
+    """The op returns q alone: one that writes to its inputs may not return them."""
     args = q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps
     return qk_norm_rope_cache(*args)[0]
 
 
-_ROWS = f"Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, {_TABLES}"
 torch.library.custom_op(
     "kernel_ladder::qk_norm_rope_cache",
-    into_new_caches,
-    mutates_args=(),
-    schema=f"({_ROWS}, Tensor? k_cache, Tensor? v_cache, Tensor slot_mapping, float eps=1e-6)"
-    " -> (Tensor, Tensor, Tensor)",
-).register_fake(lambda q, k, v, *_, **__: tuple(x.new_empty(x.shape) for x in (q, k, v)))
-torch.library.custom_op(
-    "kernel_ladder::qk_norm_rope_cache_",
-    into_given_caches,
+    into_caches,
     mutates_args=("k_cache", "v_cache"),
-    schema=f"({_ROWS}, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "float eps=1e-6) -> Tensor",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, {_TABLES}, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, float eps=1e-6) -> Tensor",
 ).register_fake(lambda q, *_, **__: q.new_empty(q.shape))

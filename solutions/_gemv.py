@@ -17,10 +17,12 @@ Source   Lin et al. 2023, arXiv:2306.00978 (int4 weights in groups of 128); the 
 """
 
 import labkit as lab
+from labkit import bars
+from labkit.bench import COMPILE_MODE
 from labkit.problem import CPU_DRAW
 
-import math
-from functools import wraps
+from functools import cache, wraps
+from itertools import product
 
 import numpy as np
 import torch
@@ -37,14 +39,18 @@ FULL_WARP = 0xFFFFFFFF  # every lane takes part in a shuffle
 THREADS = 64  # rung 1: rows of w in a block; 1,024 rows still make 16 blocks
 BLOCK_ROWS = 4  # rungs 2 and 3: rows of w in a block, a warp each
 VECTOR_BYTES = 16  # the widest load a thread can issue
-VECTOR_ROWS, VECTOR_THREADS = 2, 256  # rung 3 in CUDA C++: rows of a warp, threads of a block
-MAX_WARPS = 4  # of a Triton program: its sums meet in shared memory, and fewer meet sooner
-WHOLE_K = 4096  # rung 5: up to this K a program takes rows in one piece, without a loop
-PIECE_K = 1024  # and beyond it in pieces of this many columns
-LOADS, MANY_LOADS = 4, 8  # 16-byte loads of w a thread issues before it uses the first
-WIDE_N = 16384  # from here there are programs enough for MANY_LOADS
-QUANTIZED_ROWS = 4  # rungs 6 and 7: rows of a program, so loads of w in a thread
-W8_LANE, W4_LANE = 16, 32  # columns of a lane in rungs 6 and 7: a 16-byte load
+PIECE_K = 1024  # rung 4: columns that a warp takes at a time; in bf16, four vectors a lane
+TWO_ROWS_N = 16384  # rung 4: from here there are warps enough for two rows each
+BLOCK_WARPS = 8  # rung 5: warps of a block; up to all of them share a row
+LANE_LOADS = 4  # rung 5: vectors of a row that a lane asks for before it uses the first
+SMALL = 2**25  # rung 5: bytes of w; 12 MB want many warps with two loads, 311 MB fewer with more
+W8_ROWS, W8_WARPS = (
+    4,
+    2,
+)  # rung 6: rows of a program, so loads of w in a lane; warps that share them
+W4_ROWS, W4_WARPS = 4, 4  # rung 7
+LONG_K = 16384  # rung 7: a row of that length keeps a program busy, so let it have more rows
+W8_LANE, W4_LANE = 16, 32  # columns of a lane in rungs 6 and 7: a vector
 GROUP = 128  # columns that share a W4 scale
 # A float32 from 2²³ on has steps of 1: integers in its low 23 bits are added to 2²³. Kernels get
 # these bits as arguments: a constant would need an instruction of its own beside the mask.
@@ -78,12 +84,6 @@ def work(dtype: torch.dtype, M: int, N: int, K: int) -> lab.Work:
     return lab.Work(bytes=(N * K + M * K + M * N) * dtype.itemsize, flops=2 * M * N * K)
 
 
-def piece(K: int, itemsize: int) -> int:
-    """Columns that a program of rung 5 takes at a time: whole rows, or PIECE_K of them."""
-    least = WARP * VECTOR_BYTES // itemsize
-    return max(least, triton.next_power_of_2(K)) if K <= WHOLE_K else PIECE_K
-
-
 def without_last_piece(columns):
     """The suspect that computes whole pieces only.
 
@@ -97,19 +97,6 @@ def without_last_piece(columns):
         return x, *weights
 
     return formula
-
-
-def of_read(rung: str, at_least: float, **size: int) -> lab.Bar:
-    """Useful bandwidth over the read ceiling: a GEMV writes next to nothing."""
-    at = ", ".join(f"{k}={v:,}" for k, v in size.items())
-    return lab.Bar(
-        f"{rung} reaches {at_least:.0%} of the read ceiling at {at}, bfloat16",
-        lambda results: (
-            results.timing(rung, "bfloat16", **size).bandwidth
-            / results.ceilings["read_bytes_per_s"]
-        ),
-        at_least=at_least,
-    )
 
 
 def tokens_are_independent(make):
@@ -128,9 +115,11 @@ def tokens_are_independent(make):
 
 # Qwen3-0.6B: q, k and v in one, o, gate and up in one, down.
 LAYERS = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
-SIZES = {
+COMMON = {
     "empty_size": {"M": 1, "N": 0, "K": 128},
     "dtypes": (torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
+    "ceiling": "read",
+    "timing": "graph",
 }
 
 GEMV = lab.Problem(
@@ -140,7 +129,7 @@ GEMV = lab.Problem(
     library=library,
     work=work,
     terms=lambda M, N, K: K,
-    **SIZES,
+    **COMMON,
     # One weight; primes; K at a warp, a warp's vectors and one beside; more rows than a block and
     # than a program; every M at least once on each side of a power of two; a row in five pieces.
     test_sizes=tuple(
@@ -167,15 +156,13 @@ GEMV = lab.Problem(
     ),
     target=(
         *(
-            lab.Bar(
-                f"gemv_split_k takes at most {us} µs at M=1, N={n:,}, K={k:,}, bfloat16",
-                lambda results, n=n, k=k: results.time("gemv_split_k", "bfloat16", M=1, N=n, K=k),
-                at_most=us * 1e-6,
-            )
+            bars.seconds("gemv_split_k", us * 1e-6, dtype="bfloat16", M=1, N=n, K=k)
             for (n, k), us in zip(LAYERS, (4.2, 2.9, 5.3, 3.7), strict=True)
         ),
-        of_read("gemv_split_k", 0.92, M=1, N=151936, K=1024),
-        of_read("gemv_split_k", 0.92, M=1, N=28672, K=8192),
+        *(
+            bars.fraction("gemv_split_k", 0.92, dtype="bfloat16", M=1, N=n, K=k)
+            for n, k in ((151936, 1024), (28672, 8192))
+        ),
     ),
     suspects={
         "last partial split dropped": lambda x, w: reference(*without_last_piece(PIECE_K)(x, w)),
@@ -234,27 +221,28 @@ def packed_once(prepare):
     return packed
 
 
-def torch_w8(x: Tensor, w_q: Tensor, scale: Tensor) -> Tensor:
-    """torch._weight_int8pack_mm."""
-    return torch._weight_int8pack_mm(x, w_q, scale)
-
-
 @packed_once
-def torchao_w8_module(w_q: Tensor, scale: Tensor):
-    """A compiled nn.Linear that torchao quantised to int8."""
+def torchao_w8_weights(w_q: Tensor, scale: Tensor) -> Tensor:
+    """The weights as torchao keeps them; it chooses its own scales."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     N, K = w_q.shape
     linear = torch.nn.Linear(K, N, bias=False, device="meta")
     linear.weight = torch.nn.Parameter(scale[:, None] * w_q, requires_grad=False)
     quantize_(linear, Int8WeightOnlyConfig())
-    return torch.compile(linear, mode="max-autotune-no-cudagraphs")
+    return linear.weight
+
+
+@cache
+def compiled_linear():
+    """F.linear, compiled once for all weights of a shape."""
+    return torch.compile(lambda x, w: torch.nn.functional.linear(x, w), mode=COMPILE_MODE)
 
 
 def torchao_w8(x: Tensor, w_q: Tensor, scale: Tensor) -> Tensor:
-    """Torchao's int8 weight-only linear under torch.compile; it chooses its own scales."""
+    """Torchao's int8 weight-only linear under torch.compile."""
     with torch.no_grad():
-        return torchao_w8_module(w_q, scale)(x)
+        return compiled_linear()(x, torchao_w8_weights(w_q, scale))
 
 
 @packed_once
@@ -279,7 +267,7 @@ GEMV_W8A16 = lab.Problem(
         bytes=N * K + (N + M * K + M * N) * dtype.itemsize, flops=2 * M * N * K
     ),
     terms=lambda M, N, K: K,
-    **SIZES,
+    **COMMON,
     test_sizes=tuple(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
@@ -295,7 +283,7 @@ GEMV_W8A16 = lab.Problem(
     bench_size={"M": 1, "N": 28672, "K": 8192},
     sweep=(
         *({"M": 1, "N": n, "K": k} for n, k in (*LAYERS, (151936, 1024))),
-        {"M": 8, "N": 28672, "K": 8192},
+        {"M": 4, "N": 28672, "K": 8192},
     ),
     target=(
         lab.Bar(
@@ -309,12 +297,12 @@ GEMV_W8A16 = lab.Problem(
             at_least=1.6,
         ),
     ),
-    peers={"torch int8": torch_w8, "torchao": torchao_w8, "gemlite": gemlite_w8},
+    peers={"torchao": torchao_w8, "gemlite": gemlite_w8},
     suspects={
         "forgets the scale": lambda x, w_q, scale: w8_reference(x, w_q, torch.ones_like(scale)),
         "reads int8 as uint8": lambda x, w_q, scale: w8_reference(x, w_q.view(torch.uint8), scale),
         "last partial split dropped": lambda x, w_q, scale: w8_reference(
-            *without_last_piece(MAX_WARPS * WARP * W8_LANE)(x, w_q, scale)
+            *without_last_piece(W8_WARPS * WARP * W8_LANE)(x, w_q, scale)
         ),
         "same token for every row": lambda x, w_q, scale: w8_reference(
             x[:1].expand_as(x), w_q, scale
@@ -407,7 +395,7 @@ GEMV_W4A16 = lab.Problem(
         bytes=N * K // 2 + (N * K // GROUP + M * K + M * N) * dtype.itemsize, flops=2 * M * N * K
     ),
     terms=lambda M, N, K: K,
-    **SIZES,
+    **COMMON,
     test_sizes=tuple(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
@@ -423,7 +411,7 @@ GEMV_W4A16 = lab.Problem(
     bench_size={"M": 1, "N": 8192, "K": 81920},
     sweep=(
         *({"M": 1, "N": n, "K": k} for n, k in (*LAYERS, (151936, 1024), (28672, 8192))),
-        {"M": 8, "N": 28672, "K": 8192},
+        {"M": 4, "N": 28672, "K": 8192},
     ),
     target=(
         lab.Bar(
@@ -447,7 +435,7 @@ GEMV_W4A16 = lab.Problem(
         ),
         "forgets the scale": lambda x, w_q, scale: w4_reference(x, w_q, torch.ones_like(scale)),
         "last partial split dropped": lambda x, w_q, scale: w4_reference(
-            *without_last_piece(MAX_WARPS * WARP * W4_LANE)(x, w_q, scale)
+            *without_last_piece(W4_WARPS * WARP * W4_LANE)(x, w_q, scale)
         ),
         "same token for every row": lambda x, w_q, scale: w4_reference(
             x[:1].expand_as(x), w_q, scale
@@ -611,75 +599,6 @@ def gemv_warp(x: Tensor, w: Tensor) -> Tensor:
 
 # Rung 4 --------------------------------------------------------------------------------------
 
-VECTORIZED = r"""
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-// W neighbours, 16 bytes where K allows it: the compiler loads a Pack with one instruction.
-template <typename T, int W> struct alignas(W * sizeof(T)) Pack { T v[W]; };
-
-// A warp computes ROWS columns of y for all M tokens; a lane takes every 32nd pack of each row.
-template <typename T, int W, int M>
-__global__ void gemv_vectorized_kernel(const T* x, const T* w, T* y, int N, int K) {
-    constexpr int ROWS = 2;
-    const int lane = threadIdx.x % 32, packs = K / W;
-    const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32 * ROWS;
-    const Pack<T, W>* w_pack = reinterpret_cast<const Pack<T, W>*>(w);
-    const Pack<T, W>* x_pack = reinterpret_cast<const Pack<T, W>*>(x);
-    float sum[ROWS][M] = {};
-    #pragma unroll 4  // the compiler moves the loads of four rounds ahead of their use
-    for (int p = lane; p < packs; p += 32) {
-        Pack<T, W> a[ROWS];
-        #pragma unroll
-        for (int r = 0; r < ROWS; ++r)  // a warp past the end reads the last row and stores nothing
-            a[r] = w_pack[min(row + r, N - 1LL) * packs + p];
-        #pragma unroll
-        for (int m = 0; m < M; ++m) {
-            const Pack<T, W> b = x_pack[(long long)m * packs + p];
-            #pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-                #pragma unroll
-                for (int j = 0; j < W; ++j) sum[r][m] += (float)a[r].v[j] * (float)b.v[j];
-        }
-    }
-    #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-        #pragma unroll
-        for (int m = 0; m < M; ++m) {
-            #pragma unroll
-            for (int offset = 16; offset > 0; offset /= 2)
-                sum[r][m] += __shfl_xor_sync(~0u, sum[r][m], offset);
-            if (lane == 0 && row + r < N) y[(long long)m * N + row + r] = T(sum[r][m]);
-        }
-}
-"""
-CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
-VECTORIZED_KERNELS = {
-    (dtype, width, m): lab.cuda_kernel(VECTORIZED, f"gemv_vectorized_kernel<{name}, {width}, {m}>")
-    for dtype, name in CPP_TYPES
-    for width in (1, 2, 4, 8)
-    if width * dtype.itemsize <= VECTOR_BYTES
-    for m in range(1, MAX_M + 1)
-}
-
-
-def gemv_vectorized(x: Tensor, w: Tensor) -> Tensor:
-    """16 bytes per load, eight loads under way in a thread, and w read once for all tokens."""
-    M, N, K = check_args(x, w)
-    lab.check_contiguous(x=x, w=w)
-    check_aligned(x=x, w=w)
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    if N > 0:
-        per_block = VECTOR_ROWS * VECTOR_THREADS // WARP
-        blocks = (N + per_block - 1) // per_block
-        width = math.gcd(K, VECTOR_BYTES // x.itemsize)  # an odd K leaves rows on odd addresses
-        kernel = VECTORIZED_KERNELS[x.dtype, width, M]
-        kernel[blocks, VECTOR_THREADS](x, w, y, np.int32(N), np.int32(K))
-    return y
-
-
-# Rung 5 --------------------------------------------------------------------------------------
-
 
 @triton.jit
 def halves(tile):
@@ -707,7 +626,7 @@ def deal(tile, HALVINGS: tl.constexpr):
 
 
 @triton.jit
-def gemv_split_k_kernel(
+def gemv_vectorized_kernel(
     x_ptr,
     w_ptr,
     y_ptr,
@@ -718,10 +637,10 @@ def gemv_split_k_kernel(
     BLOCK_K: tl.constexpr,
     HALVINGS: tl.constexpr,
 ):
-    """Program `pid` computes ROWS columns of y; all its threads share each row of w.
+    """Program `pid`, one warp, computes ROWS columns of y, BLOCK_K columns of w at a time.
 
-    A lane has VECTOR neighbouring columns at a time, a 16-byte load. It keeps one sum for each
-    row and token; the lanes' sums meet at the end, in a fixed order.
+    A lane has VECTOR neighbouring columns of each vector, a 16-byte load. It keeps its sums for
+    each row and token in float32; the lanes' sums meet at the end, in a fixed order.
     """
     VECTOR: tl.constexpr = 2**HALVINGS
     pid = tl.program_id(0).to(tl.int64)  # in 32 bits, offsets would wrap at 2³¹ elements
@@ -747,10 +666,10 @@ def gemv_split_k_kernel(
         tl.store(y_ptr + m * N + offs_n, tl.sum(acc[m], axis=1), mask=offs_n < N)
 
 
-def gemv_split_k(
+def gemv_vectorized(
     x: Tokens, w: Weights, *, out: Float[Tensor, "M N"] | None = None
 ) -> Float[Tensor, "M N"]:
-    """K is split over the warps of a program: short rows fill the chip, with no second launch.
+    """16 bytes per load, several loads under way in a lane, and w read once for all tokens.
 
     With `out`, the result goes there and nothing is allocated. TypeError or ValueError for
     arguments other than contiguous x [M, K], w [N, K] and out [M, N] of one dtype, M from 1 to 8.
@@ -760,12 +679,8 @@ def gemv_split_k(
     y = output(x, N, out)
     if N > 0:
         vector = VECTOR_BYTES // x.itemsize
-        BLOCK_K = piece(K, x.itemsize)
-        num_warps = min(MAX_WARPS, BLOCK_K // (WARP * vector))
-        # Many tokens keep many sums in registers, and wide outputs have programs to spare.
-        loads = MANY_LOADS if N >= WIDE_N and M <= 2 else LOADS
-        ROWS = max(1, loads * num_warps * WARP * vector // BLOCK_K)
-        gemv_split_k_kernel[(triton.cdiv(N, ROWS),)](
+        ROWS = 2 if N >= TWO_ROWS_N and M <= 2 else 1  # many tokens keep many sums in registers
+        gemv_vectorized_kernel[(triton.cdiv(N, ROWS),)](
             x,
             w,
             y,
@@ -773,10 +688,150 @@ def gemv_split_k(
             M=M,
             K=K,
             ROWS=ROWS,
-            BLOCK_K=BLOCK_K,
+            BLOCK_K=min(PIECE_K, max(WARP * vector, triton.next_power_of_2(K))),
             HALVINGS=vector.bit_length() - 1,
-            num_warps=num_warps,
+            num_warps=1,
         )
+    return y
+
+
+# Rung 5 --------------------------------------------------------------------------------------
+
+DOT = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// A vector of w. It is used once, so it takes no room in L1, where x should stay. Written like
+// this, the loads stay in the order of the source, and before all loads of x.
+__device__ uint4 stream(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
+// sum + a · b of the numbers in two 32-bit words.
+template <typename T> __device__ float dot(unsigned a, unsigned b, float sum);
+template <> __device__ float dot<float>(unsigned a, unsigned b, float sum) {
+    return fmaf(__uint_as_float(a), __uint_as_float(b), sum);
+}
+template <> __device__ float dot<__half>(unsigned a, unsigned b, float sum) {
+    const float2 p = __half22float2(reinterpret_cast<__half2&>(a));
+    const float2 q = __half22float2(reinterpret_cast<__half2&>(b));
+    return fmaf(p.y, q.y, fmaf(p.x, q.x, sum));
+}
+template <> __device__ float dot<__nv_bfloat16>(unsigned a, unsigned b, float sum) {
+    // A bfloat16 is the upper half of the same float32: a shift or a mask converts it.
+    sum = fmaf(__uint_as_float(a << 16), __uint_as_float(b << 16), sum);
+    return fmaf(__uint_as_float(a & 0xffff0000u), __uint_as_float(b & 0xffff0000u), sum);
+}
+template <typename T> __device__ float dot(uint4 a, uint4 b, float sum) {
+    return dot<T>(a.w, b.w, dot<T>(a.z, b.z, dot<T>(a.y, b.y, dot<T>(a.x, b.x, sum))));
+}
+"""
+SPLIT = (
+    DOT
+    + r"""
+// SPLIT warps share ROWS rows of w: of each row, a lane takes LOADS vectors at a time. RAGGED: the
+// row is no whole number of such rounds, or more than one. Past the last row, a warp reads that
+// row again and stores nothing.
+template <typename T, int M, int ROWS, int SPLIT, int LOADS, bool RAGGED, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) gemv_split_k_kernel(
+    const uint4* x, const uint4* w, T* y, int N, int vectors) {
+    constexpr int STEP = 32 * SPLIT;
+    __shared__ float part_s[WARPS][ROWS * M];  // what each warp has of each output
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = threadIdx.x % STEP;
+    const int row = (blockIdx.x * (WARPS / SPLIT) + warp / SPLIT) * ROWS;
+    if (!RAGGED) vectors = LOADS * STEP;  // the same, as a constant
+    float sum[ROWS][M] = {};
+    for (int first = column; first < vectors; first += LOADS * STEP) {
+        uint4 a[ROWS][LOADS], b[LOADS];
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const uint4* w_row = w + (long long)min(row + r, N - 1) * vectors + first;
+            #pragma unroll
+            for (int i = 0; i < LOADS; ++i)
+                if (first + i * STEP < vectors) a[r][i] = stream(w_row + i * STEP);
+        }
+        if (!RAGGED) __syncwarp();  // past this, the compiler puts no load off
+        #pragma unroll
+        for (int m = 0; m < M; ++m) {
+            const uint4* x_row = x + m * vectors + first;
+            #pragma unroll
+            for (int i = 0; i < LOADS; ++i)
+                if (first + i * STEP < vectors) b[i] = x_row[i * STEP];
+            #pragma unroll
+            for (int i = 0; i < LOADS; ++i)
+                if (first + i * STEP < vectors)
+                    #pragma unroll
+                    for (int r = 0; r < ROWS; ++r) sum[r][m] = dot<T>(a[r][i], b[i], sum[r][m]);
+        }
+    }
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        #pragma unroll
+        for (int m = 0; m < M; ++m) {
+            #pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2)
+                sum[r][m] += __shfl_xor_sync(~0u, sum[r][m], offset);
+            if (lane == 0) part_s[warp][r * M + m] = sum[r][m];
+        }
+    if (SPLIT > 1) __syncthreads(); else __syncwarp();
+    if (column < ROWS * M && row + column / M < N) {
+        float total = 0;
+        #pragma unroll
+        for (int i = 0; i < SPLIT; ++i) total += part_s[warp + i][column];
+        y[(long long)(column % M) * N + row + column / M] = T(total);
+    }
+}
+"""
+)
+CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
+# All that could be wanted; what is launched is compiled.
+SPLIT_K_KERNELS = {
+    (dtype, m, *cut): lab.cuda_kernel(
+        SPLIT, f"gemv_split_k_kernel<{name}, {m}, {', '.join(map(str, cut))}, {BLOCK_WARPS}>"
+    )
+    for dtype, name in CPP_TYPES
+    for m in range(1, MAX_M + 1)
+    for cut in product((1, 2), (1, 2, 4, 8), range(1, LANE_LOADS + 1), (0, 1))
+}
+
+
+def cut(N: int, K: int, itemsize: int) -> tuple[int, int, int, int]:
+    """How rung 5 cuts w: rows of a group of warps, warps of a group, loads of a lane, ragged."""
+    # A small matrix is under way as a whole, so it is best spread over many warps. A large one
+    # comes in many waves of blocks, and a lane that has more of it has less to do beside loading.
+    rows, loads = (1, 2) if N * K * itemsize <= SMALL else (2, LANE_LOADS)
+    vectors, warps = K * itemsize // VECTOR_BYTES, 1
+    while warps < BLOCK_WARPS and 2 * warps * WARP * loads <= vectors:
+        warps *= 2
+    loads = min(triton.cdiv(vectors, warps * WARP), LANE_LOADS)
+    return rows, warps, loads, int(vectors != warps * WARP * loads)
+
+
+def gemv_split_k(
+    x: Tokens, w: Weights, *, out: Float[Tensor, "M N"] | None = None
+) -> Float[Tensor, "M N"]:
+    """K is split over warps of a block, as many as the shape needs; all loads of w come first.
+
+    Rung 4's kernel does the work where 16-byte vectors do not fit, as K is no multiple of them or
+    x or w starts between two, and under the simulators. With `out`, the result goes there and
+    nothing is allocated. TypeError or ValueError for arguments other than contiguous x [M, K],
+    w [N, K] and out [M, N] of one dtype, M from 1 to 8.
+    """
+    M, N, K = check_args(x, w)
+    late = K * x.itemsize % VECTOR_BYTES + x.data_ptr() % VECTOR_BYTES + w.data_ptr() % VECTOR_BYTES
+    if SIMULATED or late:
+        return gemv_vectorized(x, w, out=out)
+    lab.check_contiguous(x=x, w=w)
+    y = output(x, N, out)
+    if N > 0:
+        rows, warps, loads, ragged = cut(N, K, x.itemsize)
+        kernel = SPLIT_K_KERNELS[x.dtype, M, rows, warps, loads, ragged]
+        blocks = triton.cdiv(N, BLOCK_WARPS // warps * rows)
+        vectors = np.int32(K * x.itemsize // VECTOR_BYTES)
+        kernel[blocks, WARP * BLOCK_WARPS](x, w, y, np.int32(N), vectors)
     return y
 
 
@@ -852,12 +907,6 @@ def gemv_w8a16_fused_kernel(
         tl.store(y_ptr + m * N + offs_n, scale * tl.sum(acc[m], axis=1), mask=offs_n < N)
 
 
-def lanes(K: int, lane: int) -> tuple[int, int]:
-    """Lanes and warps of a program that reads rows of K columns, `lane` to a lane at a time."""
-    num_warps = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(K, WARP * lane)))
-    return WARP * num_warps, num_warps
-
-
 def gemv_w8a16_fused(
     x: Tokens,
     w_q: Int8[Tensor, "N K"],
@@ -885,8 +934,8 @@ def gemv_w8a16_fused(
     check_aligned(w_q=w_q)
     y = output(x, N, out)
     if N > 0:
-        LANES, num_warps = lanes(K, W8_LANE)
-        gemv_w8a16_fused_kernel[(triton.cdiv(N, QUANTIZED_ROWS),)](
+        num_warps = min(W8_WARPS, triton.next_power_of_2(triton.cdiv(K, WARP * W8_LANE)))
+        gemv_w8a16_fused_kernel[(triton.cdiv(N, W8_ROWS),)](
             x,
             w_q.view(torch.int32),
             scale,
@@ -895,8 +944,8 @@ def gemv_w8a16_fused(
             N,
             M=M,
             K=K,
-            ROWS=QUANTIZED_ROWS,
-            LANES=LANES,
+            ROWS=W8_ROWS,
+            LANES=WARP * num_warps,
             LANE=W8_LANE,
             num_warps=num_warps,
         )
@@ -994,8 +1043,10 @@ def gemv_w4a16_fused(
     check_aligned(w_q=w_q)
     y = output(x, N, out)
     if N > 0:
-        LANES, num_warps = lanes(K, W4_LANE)
-        gemv_w4a16_fused_kernel[(triton.cdiv(N, QUANTIZED_ROWS),)](
+        num_warps = min(W4_WARPS, triton.next_power_of_2(triton.cdiv(K, WARP * W4_LANE)))
+        # Many tokens keep many sums in registers.
+        rows = 2 * W4_ROWS if K >= LONG_K and M <= 2 else W4_ROWS
+        gemv_w4a16_fused_kernel[(triton.cdiv(N, rows),)](
             x,
             w_q.view(torch.int32),
             scale,
@@ -1005,8 +1056,8 @@ def gemv_w4a16_fused(
             M=M,
             K=K,
             GROUP=group,
-            ROWS=QUANTIZED_ROWS,
-            LANES=LANES,
+            ROWS=rows,
+            LANES=WARP * num_warps,
             LANE=W4_LANE,
             num_warps=num_warps,
         )
@@ -1053,9 +1104,9 @@ COALESCED = lab.Exercise(
     ),
 )
 
-SPLIT_K = lab.Exercise(
-    "gemv_split_k",
-    "gemv_split_k_kernel",
+VECTORIZED = lab.Exercise(
+    "gemv_vectorized",
+    "gemv_vectorized_kernel",
     hints=(
         "The program has rows pid·ROWS to pid·ROWS + ROWS - 1 of w, BLOCK_K columns at a time: a "
         "tile [ROWS, BLOCK_K]. Both K and N need a mask, and masked weights must be zero.",
@@ -1135,18 +1186,162 @@ W4 = lab.Exercise(
     ),
 )
 
+# Attempts not kept ---------------------------------------------------------------------------
+
+PERSISTENT = (
+    DOT
+    + r"""
+typedef __nv_bfloat16 T;
+
+// One token. A block has ROWS rows at a time, K split over all its warps. The next rows are on
+// their way while it adds up the present ones.
+template <int ROWS, int LOADS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, 2) gemv_persistent_kernel(
+    const uint4* x, const uint4* w, T* y, int N, int vectors) {
+    __shared__ float part_s[2][WARPS][ROWS];  // taken in turns: one barrier for each round
+    const int step = blockDim.x, lane = threadIdx.x % 32;
+    uint4 now[ROWS][LOADS] = {}, next[ROWS][LOADS] = {}, b[LOADS] = {};
+    auto load = [&](long long row, uint4(&to)[ROWS][LOADS]) {
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            #pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                const int p = threadIdx.x + i * step;
+                if (p < vectors) to[r][i] = stream(w + min(row + r, N - 1LL) * vectors + p);
+            }
+    };
+    load((long long)blockIdx.x * ROWS, now);
+    #pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+        if (threadIdx.x + i * step < vectors) b[i] = x[threadIdx.x + i * step];
+    int turn = 0;
+    for (long long row = (long long)blockIdx.x * ROWS; row < N; row += gridDim.x * ROWS) {
+        if (row + gridDim.x * ROWS < N) load(row + gridDim.x * ROWS, next);
+        __syncwarp();  // the compiler moves no load past this
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            float sum = 0;
+            #pragma unroll
+            for (int i = 0; i < LOADS; ++i) sum = dot<T>(now[r][i], b[i], sum);
+            #pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2)
+                sum += __shfl_xor_sync(~0u, sum, offset);
+            if (lane == 0) part_s[turn][threadIdx.x / 32][r] = sum;
+        }
+        __syncthreads();
+        if (threadIdx.x < ROWS && row + threadIdx.x < N) {
+            float total = 0;
+            for (int i = 0; i < WARPS; ++i) total += part_s[turn][i][threadIdx.x];
+            y[row + threadIdx.x] = T(total);
+        }
+        turn ^= 1;
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            #pragma unroll
+            for (int i = 0; i < LOADS; ++i) now[r][i] = next[r][i];
+    }
+}
+"""
+)
+PERSISTENT_KERNEL = lab.cuda_kernel(
+    PERSISTENT, f"gemv_persistent_kernel<2, {LANE_LOADS}, {BLOCK_WARPS}>"
+)
+
+
+def gemv_persistent(x: Tokens, w: Weights) -> Tensor:
+    """A block goes through many rows and loads ahead; bf16, one token, K a multiple of 8."""
+    M, N, K = check_args(x, w)
+    most = BLOCK_WARPS * WARP * LANE_LOADS * 8
+    if x.dtype != torch.bfloat16 or M != 1 or N == 0 or K % 8 or most < K:
+        raise ValueError(
+            f"{x.dtype}, {M=}, {N=}, {K=}: must be bfloat16, 1, 1 or more, 8 to {most}"
+        )
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    blocks = min(triton.cdiv(N, 2), 2 * max(1, lab.DEVICE.sms))
+    PERSISTENT_KERNEL[blocks, WARP * BLOCK_WARPS](x, w, y, np.int32(N), np.int32(K // 8))
+    return y
+
+
+@triton.jit
+def gemv_w4a16_converted_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    N,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program `pid` computes ROWS columns of y for one token, BLOCK_K columns of w at a time."""
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    offs_n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_b = tl.arange(0, BLOCK_K // 2)
+    offs_g = tl.arange(0, GROUPS)
+    acc = tl.zeros((ROWS, GROUPS), tl.float32)
+    mask_n = (offs_n < N)[:, None]
+    for start in range(0, K, BLOCK_K):
+        mask_b = (start // 2 + offs_b < K // 2)[None, :]
+        w_offs = offs_n[:, None] * (K // 2) + (start // 2 + offs_b)[None, :]
+        byte = tl.load(w_ptr + w_offs, mask=mask_n & mask_b, other=0)
+        x = tl.load(x_ptr + start + offs_k, mask=start + offs_k < K, other=0.0).to(tl.float32)
+        even, odd = halves(x)
+        low, high = (byte & 15).to(tl.float32) - 8, (byte >> 4).to(tl.float32) - 8
+        products = low * even[None, :] + high * odd[None, :]
+        mask_g = (start // GROUP + offs_g < K // GROUP)[None, :]
+        s_offs = offs_n[:, None] * (K // GROUP) + (start // GROUP + offs_g)[None, :]
+        scale = tl.load(scale_ptr + s_offs, mask=mask_n & mask_g, other=0.0).to(tl.float32)
+        acc += scale * tl.sum(tl.reshape(products, (ROWS, GROUPS, GROUP // 2)), axis=2)
+    tl.store(y_ptr + offs_n, tl.sum(acc, axis=1), mask=offs_n < N)
+
+
+def gemv_w4a16_converted(x: Tokens, w_q: Tensor, scale: Tensor) -> Tensor:
+    """One conversion a weight; one token, groups of 128."""
+    M, K = check_tokens(x)
+    N = w_q.shape[0]
+    if M != 1 or N == 0 or scale.shape != (N, K // GROUP):
+        raise ValueError(f"{M=}, {N=}, {scale.shape=}: must be one token and groups of {GROUP}")
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    gemv_w4a16_converted_kernel[(triton.cdiv(N, W4_ROWS),)](
+        x, w_q, scale, y, N, K=K, GROUP=GROUP, ROWS=W4_ROWS, BLOCK_K=4096, num_warps=W4_WARPS
+    )
+    return y
+
+
 LADDER = lab.Ladder(
     GEMV,
     (
         lab.Rung(gemv_naive, "numba"),
         lab.Rung(gemv_coalesced, "numba"),
         lab.Rung(gemv_warp, "numba", simulates=False),  # the simulator has no shuffles
-        lab.Rung(gemv_vectorized, "cuda", simulates=False),
-        lab.Rung(gemv_split_k, "triton"),
+        lab.Rung(gemv_vectorized, "triton"),
+        lab.Rung(gemv_split_k, "cuda", simulates=False),  # under the simulators it is rung 4
         lab.Rung(gemv_w8a16_fused, "triton", problem=GEMV_W8A16),
         lab.Rung(gemv_w4a16_fused, "triton", problem=GEMV_W4A16),
     ),
-    exercises=(COALESCED, SPLIT_K, W4),
+    exercises=(COALESCED, VECTORIZED, W4),
+    rejected=(
+        lab.Rejected(
+            gemv_persistent,
+            against="gemv_split_k",
+            attempt="persistent: two blocks an SM, each asks for its next rows before it adds up "
+            "the ones it has",
+            expected="no block starts with an empty pipeline but the first, and the barrier's wait "
+            "is hidden: 1 to 2 % less time",
+            cause="TODO(cause)",
+        ),
+        lab.Rejected(
+            gemv_w4a16_converted,
+            against="gemv_w4a16_fused",
+            attempt="plain Triton: bytes, a mask or a shift, and a conversion from integer to "
+            "float for each weight",
+            expected="the same bytes, but more instructions for a weight than its product takes: "
+            "30 to 60 % more time",
+            cause="TODO(cause)",
+        ),
+    ),
 )
 
 # The ops -------------------------------------------------------------------------------------
