@@ -9,7 +9,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.kernel-ladder-installed
 HTML := _build/html
-NBVAL := $(BIN)/python -m pytest --nbval chapters -q
+# Two processes: two cores are what CI has, and on a GPU each needs its memory. A notebook stays whole.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+NBVAL := $(PYTEST) --dist loadfile --nbval chapters
 
 .DEFAULT_GOAL := help
 .PHONY: help book test lab record sync
@@ -61,7 +63,7 @@ test: $(READY)
 	@echo '== 5/8 the pages, in a browser where there is one'
 	@'$(BIN)/python' -m pytest -q tests/test_book.py
 	@echo '== 6/8 labkit and the kernels'
-	@'$(BIN)/python' -m pytest -q tests --ignore tests/test_packaging.py --ignore tests/test_notebooks.py --ignore tests/test_book.py
+	@$(PYTEST) --dist worksteal tests --ignore tests/test_packaging.py --ignore tests/test_notebooks.py --ignore tests/test_book.py
 	@echo '== 7/8 the chapters as a learner finds them'
 	@LABKIT_MODE=learner $(NBVAL)
 	@echo '== 8/8 the chapters with the solutions filled in'
