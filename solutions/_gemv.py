@@ -136,13 +136,13 @@ GEMV = lab.Problem(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
             (1, 1, 1),
-            (1, 5, 31),
+            (1, 3, 31),
             (8, 2, 128),
             (2, 7, 129),
             (1, 3, 520),
             (1, 3, 4608),
             (1, 67, 8),
-            (2, 3, 256),
+            (2, 3, 128),
         )
     ),
     huge_size={"M": 1, "N": 2**18 + 1, "K": 8192},
@@ -272,10 +272,10 @@ GEMV_W8A16 = lab.Problem(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
             (1, 1, 16),
-            (1, 5, 48),
+            (1, 3, 48),
             (8, 2, 512),
-            (2, 7, 528),
             (1, 3, 4624),
+            (2, 7, 528),
             (1, 67, 16),
             (2, 3, 272),
         )
@@ -400,10 +400,10 @@ GEMV_W4A16 = lab.Problem(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
             (1, 1, 128),
-            (1, 5, 256),
+            (1, 3, 256),
             (8, 2, 1024),
-            (2, 7, 1152),
             (1, 3, 4224),
+            (2, 7, 1152),
             (1, 67, 128),
             (2, 3, 384),
         )
@@ -1070,14 +1070,14 @@ COALESCED = lab.Exercise(
     "gemv_coalesced",
     "gemv_coalesced_kernel",
     hints=(
-        "A block has BLOCK_ROWS warps, and each warp has one row of w: threads with the same ty "
-        "work on row blockIdx.x · BLOCK_ROWS + ty. Thread tx adds the columns tx, tx + 32, ... in "
-        "float32; range(tx, K, WARP) ends where it should for every K.",
-        "Put each thread's sum into cuda.shared.array((BLOCK_ROWS, WARP), float32). Then halve: "
+        "A block has `BLOCK_ROWS` warps, and each warp has one row of w: threads with the same "
+        "`ty` work on row `cuda.blockIdx.x * BLOCK_ROWS + ty`. Thread `tx` adds the columns `tx`, "
+        "`tx + 32`, ... in float32; `range(tx, K, WARP)` ends where it should for every K.",
+        "Put each thread's sum into `cuda.shared.array((BLOCK_ROWS, WARP), float32)`. Then halve: "
         "16 threads of each warp add the upper half to the lower, then 8, 4, 2, 1.",
         "The last block may have warps without a row. They add nothing and store nothing, but "
-        "they must reach every cuda.syncthreads(): do not return early.",
-        "One thread of each warp stores y[m, row] = rounded(sum_s[ty, 0], y).",
+        "they must reach every `cuda.syncthreads()`: do not return early.",
+        "One thread of each warp stores `y[m, row] = rounded(sum_s[ty, 0], y)`.",
     ),
     mutants=(
         lab.Mutant(
@@ -1108,13 +1108,14 @@ VECTORIZED = lab.Exercise(
     "gemv_vectorized",
     "gemv_vectorized_kernel",
     hints=(
-        "The program has rows pid·ROWS to pid·ROWS + ROWS - 1 of w, BLOCK_K columns at a time: a "
-        "tile [ROWS, BLOCK_K]. Both K and N need a mask, and masked weights must be zero.",
-        "deal(tile, HALVINGS) turns a tile into VECTOR smaller ones, [ROWS, BLOCK_K // VECTOR]: "
-        "element (r, i) of part j is column i·VECTOR + j. Deal x out the same way.",
-        "Keep a tuple of M accumulators [ROWS, BLOCK_K // VECTOR] in float32. Each part of w times "
-        "the part of x with the same j goes to the accumulator of that token.",
-        "Only at the end does tl.sum(acc[m], axis=1) bring the lanes of a row together.",
+        "The program has the rows `pid * ROWS` to `pid * ROWS + ROWS - 1` of w, `BLOCK_K` columns "
+        "at a time: a tile `[ROWS, BLOCK_K]`. Both K and N need a mask, and masked weights must be "
+        "zero.",
+        "`deal(tile, HALVINGS)` turns a tile into `VECTOR` smaller ones, `[ROWS, BLOCK_K // "
+        "VECTOR]`: element (r, i) of part j is column `i * VECTOR + j`. Deal x out the same way.",
+        "Keep a tuple of M accumulators `[ROWS, BLOCK_K // VECTOR]` in float32. Each part of w "
+        "times the part of x with the same j goes to the accumulator of that token.",
+        "Only at the end does `tl.sum(acc[m], axis=1)` bring the lanes of a row together.",
     ),
     mutants=(
         lab.Mutant(
@@ -1150,12 +1151,13 @@ W4 = lab.Exercise(
     "gemv_w4a16_fused",
     "gemv_w4a16_fused_kernel",
     hints=(
-        "A row of packed weights has K // 8 words. Load a tile [ROWS, 4·LANES] of them; deal(…, 2) "
-        "gives each lane its four words. Word i of a lane holds columns 8i to 8i + 7 of its 32.",
-        "field(word, two_23_bits, j, BITS=4, ZERO=8) is nibble j of a word, minus 8, in float32. "
-        "lane_columns(x_ptr + m * K, start + 8 * i, K, LANES, LANE) gives the eight tiles of x "
+        "A row of packed weights has `K // 8` words. Load a tile of `[ROWS, 4 * LANES]` of them; "
+        "`deal(..., 2)` gives each lane its four words. Word i of a lane holds columns 8i to "
+        "8i + 7 of its 32.",
+        "`field(word, two_23_bits, j, BITS=4, ZERO=8)` is nibble j of a word, minus 8, in float32. "
+        "`lane_columns(x_ptr + m * K, start + 8 * i, K, LANES, LANE)` gives the eight tiles of x "
         "that go with word i.",
-        "All 32 columns of a lane lie in group (start + LANE·lane) // GROUP. Sum them first; "
+        "All 32 columns of a lane lie in group `(start + LANE * lane) // GROUP`. Sum them first; "
         "then add scale times the sum to the accumulator.",
     ),
     mutants=(

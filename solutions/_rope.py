@@ -652,7 +652,7 @@ VECTORIZED_KERNELS = {
 def rope_vectorized(
     q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """16 bytes a load, in the block of rung 2: a thread per pair, though each now turns eight."""
+    """Sixteen bytes a load: a thread takes eight neighbours at once, in the block of rung 2."""
     T, H, H_kv, D = check_args(q, k, cos_sin, positions)
     check_range(False, positions=(positions, 0, len(cos_sin)))
     lab.check_contiguous(q=q, k=k, cos_sin=cos_sin, positions=positions)

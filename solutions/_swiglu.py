@@ -21,7 +21,9 @@ from labkit import bars
 import math
 import warnings
 from functools import lru_cache
+from itertools import product
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,10 @@ NUM_WARPS = 4
 ROWS = 4  # rung 5: outputs of a program
 ROW_WARPS = 4  # rung 5: with 4 outputs, 8 loads of 16 bytes under way a thread, 96 KiB on an SM
 DEPTH = 1024  # rung 5: columns that a program has under way at once; K of the smallest model
+WARP = 32
+VECTOR_BYTES = 16  # the widest load a thread can issue: a pack
+BLOCK_WARPS = 8  # rung 6: warps of a block; up to all of them share a pair of rows
+LANE_PACKS = 4  # rung 6: packs of a row in a lane at once; with up's and x's, 48 registers
 SIMULATED = bool(config.ENABLE_CUDASIM)
 Rows = Float[Tensor, "M N"]
 Hidden, Weights = Float[Tensor, "M K"], Float[Tensor, "N2 K"]
@@ -189,7 +195,7 @@ def flashinfer_projection(x: Tensor, w_gate_up: Tensor) -> Tensor:
 
 def linear_in_the_up_rows(kernel) -> str | None:
     """Twice the weights of up give twice the output, bit for bit; not so for the gate's."""
-    x, w_gate_up = projection_inputs(torch.float32, seed=1, M=1, N=7, K=40)
+    x, w_gate_up = projection_inputs(torch.float32, seed=1, M=1, N=7, K=128)
     twice = w_gate_up.clone()
     twice[7:] *= 2
     if torch.equal(kernel(x, twice), 2 * kernel(x, w_gate_up)):
@@ -237,7 +243,7 @@ PROJECTIONS = {
         lab.Property(
             "bf16 is rounded where Transformers rounds it",
             "wrong cast order",
-            casts_like(projection_library, projection_inputs, M=1, N=256, K=192),
+            casts_like(projection_library, projection_inputs, M=1, N=256, K=512),
             dtypes=(torch.bfloat16,),
         ),
     ),
@@ -264,9 +270,11 @@ GATE_UP_SWIGLU_PREFILL = lab.Problem(
 GATE_UP_SWIGLU = lab.Problem(
     name="gate_up_swiglu",
     # One element; primes; rows below, at and above a program's; columns below, at and above DEPTH;
+    # rows that one warp of rung 6 has alone, and that 2, 4 and 8 share, in one round and in more;
     # more than one token, which goes to rung 4.
     test_sizes=projection_sizes(
-        (1, 1, 1), (1, 5, 31), (1, 3, 1023), (1, 4, 1024), (1, 9, 1500), (2, 7, 33), (1, 13, 67)
+        *((1, 1, 1), (1, 5, 31), (1, 3, 1023), (1, 4, 1024), (1, 9, 1500), (1, 9, 2304)),
+        *((1, 3, 4096), (2, 7, 33), (1, 13, 67)),
     ),
     empty_size={"M": 0, "N": 8, "K": 8},
     huge_size={"M": 1, "N": 2**17 + 1, "K": 2**13},
@@ -276,9 +284,9 @@ GATE_UP_SWIGLU = lab.Problem(
         (1, 12288, 4096),  # Qwen3-8B
         (1, 14336, 4096),  # Llama-3-8B
     ),
-    target=(
-        bars.seconds("gate_up_swiglu_vectorized", 5e-6, dtype="bfloat16", M=1, N=3072, K=1024),
-    ),
+    target=(bars.seconds("gate_up_swiglu_split_k", 5e-6, dtype="bfloat16", M=1, N=3072, K=1024),),
+    timing="graph",  # as in a decode step; between two events, half of 5 µs would be the launch
+    ceiling="read",  # a token writes 1/2,000 of what it reads
     **PROJECTIONS,
 )
 
@@ -293,7 +301,7 @@ def check_args(gate: Tensor, up: Tensor) -> tuple[int, int]:
 
 
 def check_projection(x: Tensor, w_gate_up: Tensor, out: Tensor | None) -> tuple[int, int, int]:
-    """What rungs 4 and 5 need; returns M, N and K."""
+    """What rungs 4 to 6 need; returns M, N and K."""
     lab.check_tensors(x=x, w_gate_up=w_gate_up)
     lab.check_contiguous(x=x, w_gate_up=w_gate_up)
     if x.ndim != 2 or x.shape[1] == 0:
@@ -516,6 +524,143 @@ def gate_up_swiglu_vectorized(x: Hidden, w_gate_up: Weights, *, out: Rows | None
     return y
 
 
+# Rung 6 --------------------------------------------------------------------------------------
+
+PAIR = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// A pack of w: 16 bytes. It is used once, so it takes no room in L1, where x should stay.
+// `volatile` keeps the loads in the order of the source.
+__device__ uint4 stream(const uint4* from) {
+    uint4 pack;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pack.x), "=r"(pack.y), "=r"(pack.z), "=r"(pack.w) : "l"(from) : "memory");
+    return pack;
+}
+
+// sum + a · b of the numbers in a 32-bit word: one float, or two of 16 bits.
+template <typename T> __device__ float dot(unsigned a, unsigned b, float sum);
+template <> __device__ float dot<float>(unsigned a, unsigned b, float sum) {
+    return fmaf(__uint_as_float(a), __uint_as_float(b), sum);
+}
+template <> __device__ float dot<__half>(unsigned a, unsigned b, float sum) {
+    const float2 p = __half22float2(reinterpret_cast<__half2&>(a));
+    const float2 q = __half22float2(reinterpret_cast<__half2&>(b));
+    return fmaf(p.y, q.y, fmaf(p.x, q.x, sum));
+}
+template <> __device__ float dot<__nv_bfloat16>(unsigned a, unsigned b, float sum) {
+    // A bfloat16 is the upper half of a float: a shift or a mask converts it.
+    sum = fmaf(__uint_as_float(a << 16), __uint_as_float(b << 16), sum);
+    return fmaf(__uint_as_float(a & 0xffff0000u), __uint_as_float(b & 0xffff0000u), sum);
+}
+template <typename T> __device__ float dot(uint4 a, uint4 b, float sum) {
+    return dot<T>(a.w, b.w, dot<T>(a.z, b.z, dot<T>(a.y, b.y, dot<T>(a.x, b.x, sum))));
+}
+
+// SHARE warps compute y[n] from row n of w, the gate's, and row N + n, up's. A lane takes PACKS
+// packs of each at a time; a row is a whole number of such rounds, so no load has a mask.
+template <typename T, int SHARE, int PACKS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) gate_up_swiglu_split_k_kernel(
+    const uint4* x, const uint4* w, T* y, int N, int packs) {
+    constexpr int STEP = 32 * SHARE, OUTPUTS = WARPS / SHARE;
+    __shared__ float gate_s[WARPS], up_s[WARPS];  // what each warp has of its two sums
+    const int tx = threadIdx.x, first_n = blockIdx.x * OUTPUTS;
+
+    // Past the last output, warps read its rows again: every warp comes to the barrier.
+    const int n = min(first_n + tx / STEP, N - 1);
+    const uint4* w_gate = w + (long long)n * packs;
+    const uint4* w_up = w + (long long)(n + N) * packs;
+    float gate = 0, up = 0;
+    #pragma unroll 1
+    for (int k = tx % STEP; k < packs; k += PACKS * STEP) {
+        uint4 g[PACKS], u[PACKS], h[PACKS];
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i) {
+            g[i] = stream(w_gate + k + i * STEP);
+            u[i] = stream(w_up + k + i * STEP);
+        }
+        __syncwarp();  // the compiler moves no load past this: all of w first, then x
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i) h[i] = x[k + i * STEP];
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i) {
+            gate = dot<T>(g[i], h[i], gate);
+            up = dot<T>(u[i], h[i], up);
+        }
+    }
+
+    // The lanes' sums become the warp's, and the warps' sums the output's: no second launch.
+    #pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        gate += __shfl_xor_sync(~0u, gate, offset);
+        up += __shfl_xor_sync(~0u, up, offset);
+    }
+    if (tx % 32 == 0) {
+        gate_s[tx / 32] = gate;
+        up_s[tx / 32] = up;
+    }
+    __syncthreads();
+    if (tx < OUTPUTS && first_n + tx < N) {  // neighbouring threads write neighbouring outputs
+        gate = up = 0;
+        #pragma unroll
+        for (int i = 0; i < SHARE; ++i) {
+            gate += gate_s[tx * SHARE + i];
+            up += up_s[tx * SHARE + i];
+        }
+        gate = float(T(gate));  // as if written and read back
+        const T silu = T(gate / (1 + expf(-gate)));
+        y[first_n + tx] = T(float(silu) * float(T(up)));  // exact in float, then rounded
+    }
+}
+"""
+CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
+# All that could be wanted; what is launched is compiled.
+PAIR_KERNELS = {
+    (dtype, share, packs): lab.cuda_kernel(
+        PAIR, f"gate_up_swiglu_split_k_kernel<{name}, {share}, {packs}, {BLOCK_WARPS}>"
+    )
+    for (dtype, name), share, packs in product(CPP_TYPES, (1, 2, 4, 8), range(1, LANE_PACKS + 1))
+}
+
+
+def cut(K: int, itemsize: int) -> tuple[int, int]:
+    """How rung 6 cuts a row of w: warps that share it, packs of it that a lane loads at a time.
+
+    (0, 0) if K is no multiple of 512 bytes, a pack for each lane of a warp.
+    """
+    pieces, rest = divmod(K * itemsize, WARP * VECTOR_BYTES)
+    if rest:
+        return 0, 0
+    # Two warps if they come out even; more where a lane would have more than LANE_PACKS.
+    share = max(
+        w for w in (1, 2, 4, 8) if pieces % w == 0 and (w <= 2 or 2 * pieces > w * LANE_PACKS)
+    )
+    return share, max(n for n in range(1, LANE_PACKS + 1) if pieces // share % n == 0)
+
+
+def gate_up_swiglu_split_k(x: Hidden, w_gate_up: Weights, *, out: Rows | None = None) -> Rows:
+    """K is split over warps of a block, and all loads of w come before the first of x.
+
+    Rung 5 takes what is not cut evenly: K that is no multiple of 512 bytes (in bf16, of 256), x or
+    w_gate_up that begins between two multiples of 16 bytes; and all under the simulators. More than
+    one token goes to rung 4. Arguments and errors as there. With `out`, nothing is allocated.
+    """
+    M, N, K = check_projection(x, w_gate_up, out)
+    share, packs = cut(K, x.itemsize)
+    late = x.data_ptr() % VECTOR_BYTES + w_gate_up.data_ptr() % VECTOR_BYTES
+    if SIMULATED or M != 1 or share == 0 or late:
+        return gate_up_swiglu_vectorized(x, w_gate_up, out=out)
+    y = torch.empty((1, N), dtype=x.dtype, device=x.device) if out is None else out
+    if N > 0:
+        blocks = triton.cdiv(N, BLOCK_WARPS // share)
+        row = np.int32(K * x.itemsize // VECTOR_BYTES)
+        PAIR_KERNELS[x.dtype, share, packs][blocks, WARP * BLOCK_WARPS](
+            x, w_gate_up, y, np.int32(N), row
+        )
+    return y
+
+
 # Mutants -------------------------------------------------------------------------------------
 
 SILU = "gate / (1 + tl.exp(-gate))"
@@ -629,7 +774,7 @@ def gate_up_combine_kernel(sums_ptr, y_ptr, N, PARTS: tl.constexpr, BLOCK: tl.co
     tl.store(y_ptr + offs, (gate / (1 + tl.exp(-gate))).to(up.dtype) * up, mask=mask)
 
 
-def gate_up_swiglu_split_k(x: Hidden, w_gate_up: Weights) -> Rows:
+def gate_up_swiglu_two_launches(x: Hidden, w_gate_up: Weights) -> Rows:
     """Four programs share a row; a second kernel adds their sums up. One token."""
     M, N, K = check_projection(x, w_gate_up, None)
     if M != 1:
@@ -696,6 +841,8 @@ LADDER = lab.Ladder(
         lab.Rung(swiglu_fused, "triton"),
         lab.Rung(gate_up_swiglu_tiled, "triton", problem=GATE_UP_SWIGLU_PREFILL),
         lab.Rung(gate_up_swiglu_vectorized, "triton", problem=GATE_UP_SWIGLU),
+        # Under the simulators it is rung 5.
+        lab.Rung(gate_up_swiglu_split_k, "cuda", problem=GATE_UP_SWIGLU, simulates=False),
     ),
     exercises=(FUSED, VECTORIZED),
     rejected=(
@@ -708,9 +855,10 @@ LADDER = lab.Ladder(
             cause="TODO(cause)",
         ),
         lab.Rejected(
-            gate_up_swiglu_split_k,
-            against="gate_up_swiglu_vectorized",
-            attempt="split-K: four programs share a row, and a second kernel adds up and activates",
+            gate_up_swiglu_two_launches,
+            against="gate_up_swiglu_split_k",
+            attempt="split-K over the grid: four Triton programs share a row, and a second kernel "
+            "adds up and activates",
             expected="more and shorter chains of loads, but silu needs the whole sum, so a second "
             "launch: 1 to 2 µs more",
             cause="TODO(cause)",
@@ -722,7 +870,7 @@ LADDER = lab.Ladder(
 
 swiglu = swiglu_fused
 gate_up_swiglu_prefill = gate_up_swiglu_tiled
-gate_up_swiglu = gate_up_swiglu_vectorized
+gate_up_swiglu = gate_up_swiglu_split_k
 
 torch.library.custom_op(
     "kernel_ladder::swiglu", swiglu, mutates_args=(), schema="(Tensor gate, Tensor up) -> Tensor"
