@@ -565,15 +565,16 @@ __global__ void __launch_bounds__(32 * WARPS) gate_up_swiglu_split_k_kernel(
     const uint4* x, const uint4* w, T* y, int N, int packs) {
     constexpr int STEP = 32 * SHARE, OUTPUTS = WARPS / SHARE;
     __shared__ float gate_s[WARPS], up_s[WARPS];  // what each warp has of its two sums
-    const int tx = threadIdx.x, first_n = blockIdx.x * OUTPUTS;
+    const int first_n = blockIdx.x * OUTPUTS, in_block = threadIdx.x / STEP;
+    const int column = threadIdx.x % STEP, warp = threadIdx.x / 32;
 
     // Past the last output, warps read its rows again: every warp comes to the barrier.
-    const int n = min(first_n + tx / STEP, N - 1);
-    const uint4* w_gate = w + (long long)n * packs;
-    const uint4* w_up = w + (long long)(n + N) * packs;
+    const int n = min(first_n + in_block, N - 1);
+    const uint4* w_gate = w + (long long)n * packs + column;
+    const uint4* w_up = w + (long long)(n + N) * packs + column;
     float gate = 0, up = 0;
     #pragma unroll 1
-    for (int k = tx % STEP; k < packs; k += PACKS * STEP) {
+    for (int k = 0; k < packs; k += PACKS * STEP) {
         uint4 g[PACKS], u[PACKS], h[PACKS];
         #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
@@ -582,7 +583,7 @@ __global__ void __launch_bounds__(32 * WARPS) gate_up_swiglu_split_k_kernel(
         }
         __syncwarp();  // the compiler moves no load past this: all of w first, then x
         #pragma unroll
-        for (int i = 0; i < PACKS; ++i) h[i] = x[k + i * STEP];
+        for (int i = 0; i < PACKS; ++i) h[i] = x[column + k + i * STEP];
         #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
             gate = dot<T>(g[i], h[i], gate);
@@ -596,11 +597,12 @@ __global__ void __launch_bounds__(32 * WARPS) gate_up_swiglu_split_k_kernel(
         gate += __shfl_xor_sync(~0u, gate, offset);
         up += __shfl_xor_sync(~0u, up, offset);
     }
-    if (tx % 32 == 0) {
-        gate_s[tx / 32] = gate;
-        up_s[tx / 32] = up;
+    if (threadIdx.x % 32 == 0) {
+        gate_s[warp] = gate;
+        up_s[warp] = up;
     }
     __syncthreads();
+    const int tx = threadIdx.x;
     if (tx < OUTPUTS && first_n + tx < N) {  // neighbouring threads write neighbouring outputs
         gate = up = 0;
         #pragma unroll
