@@ -44,11 +44,8 @@ TWO_ROWS_N = 16384  # rung 4: from here there are warps enough for two rows each
 BLOCK_WARPS = 8  # rung 5: warps of a block; up to all of them share a row
 LANE_LOADS = 4  # rung 5: vectors of a row that a lane asks for before it uses the first
 SMALL = 2**25  # rung 5: bytes of w; 12 MB want many warps with two loads, 311 MB fewer with more
-W8_ROWS, W8_WARPS = (
-    4,
-    2,
-)  # rung 6: rows of a program, so loads of w in a lane; warps that share them
-W4_ROWS, W4_WARPS = 4, 4  # rung 7
+W8_ROWS, W8_WARPS = 4, 2  # rung 6: rows of a program, so loads of w in a lane; its warps
+W4_ROWS, W4_WARPS = 4, 4  # rung 7, the same
 LONG_K = 16384  # rung 7: a row of that length keeps a program busy, so let it have more rows
 W8_LANE, W4_LANE = 16, 32  # columns of a lane in rungs 6 and 7: a vector
 GROUP = 128  # columns that share a W4 scale
@@ -136,7 +133,7 @@ GEMV = lab.Problem(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
             (1, 1, 1),
-            (1, 3, 31),
+            (1, 5, 31),
             (8, 2, 128),
             (2, 7, 129),
             (1, 3, 520),
@@ -272,7 +269,7 @@ GEMV_W8A16 = lab.Problem(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
             (1, 1, 16),
-            (1, 3, 48),
+            (1, 5, 48),
             (8, 2, 512),
             (1, 3, 4624),
             (2, 7, 528),
@@ -400,7 +397,7 @@ GEMV_W4A16 = lab.Problem(
         {"M": m, "N": n, "K": k}
         for m, n, k in (
             (1, 1, 128),
-            (1, 3, 256),
+            (1, 5, 256),
             (8, 2, 1024),
             (1, 3, 4224),
             (2, 7, 1152),
