@@ -284,7 +284,7 @@ def cache_reference(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_
 
 
 def cache_library(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots):
-    """Transformers' operations: q_norm, k_norm, apply_rotary_pos_emb and cache update, one by one."""
+    """Transformers' operations: q_norm, k_norm, apply_rotary_pos_emb, cache update, one by one."""
     q, k = library(norm(q, q_weight), norm(k, k_weight), cos_sin, positions)
     return stored(q, k, v, k_cache, v_cache, slots)
 
