@@ -46,7 +46,7 @@ LANE_LOADS = 4  # rung 5: vectors of a row that a lane asks for before it uses t
 SMALL = 2**25  # rung 5: bytes of w; 12 MB want many warps with two loads, 311 MB fewer with more
 W8_ROWS, W8_WARPS = 4, 2  # rung 6: rows of a program, so loads of w in a lane; its warps
 W4_ROWS, W4_WARPS = 4, 4  # rung 7, the same
-LONG_K = 16384  # rung 7: a row of that length keeps a program busy, so let it have more rows
+LONG_K = 16384  # rung 7: for rows from here on a program has twice as many, to share loads of x
 W8_LANE, W4_LANE = 16, 32  # columns of a lane in rungs 6 and 7: a vector
 GROUP = 128  # columns that share a W4 scale
 # A float32 from 2²³ on has steps of 1: integers in its low 23 bits are added to 2²³. Kernels get

@@ -4,7 +4,7 @@ import labkit as lab
 from labkit.check import error_over_allowed
 from labkit.ladder import ladders
 from labkit.launch import kernels_of
-from labkit.problem import is_float
+from labkit.problem import cloned, is_float
 
 import dataclasses
 
@@ -512,7 +512,7 @@ def test_each_suspect_is_named_by_its_own_class(problem):
         for size in sizes:
             inputs = problem.inputs(torch.float64, **size)
             try:
-                wrong, truth = lab.outputs(formula(*inputs)), problem.truth(*inputs)
+                wrong, truth = lab.outputs(formula(*cloned(inputs))), problem.truth(*inputs)
             except (RuntimeError, IndexError, ValueError):
                 continue
             shows |= any(

@@ -211,7 +211,8 @@ def test_offsets_do_not_wrap_past_2_to_31_elements(ladder, rung):
     if lab.DEVICE.memory_bytes < 5 * problem.work(dtype, **problem.huge_size).bytes:
         pytest.skip("needs more memory")
     inputs = problem.inputs(dtype, **problem.huge_size)
-    got, want = lab.outputs(rung.fn(*inputs)), lab.outputs(problem.library(*inputs))
+    again = cloned(inputs) if problem.mutates else inputs  # a copy may be gigabytes
+    got, want = lab.outputs(rung.fn(*inputs)), lab.outputs(problem.library(*again))
     for g, w in zip(got, want, strict=True):
         for part in (slice(0, 1 << 20), slice(-(1 << 20), None)):
             near, far = g.view(-1)[part].float(), w.view(-1)[part].float()
