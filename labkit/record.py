@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.bench import COMPILE_MODE, captured, ceilings, interleaved, measure
+from labkit.bench import COMPILE_MODE, captured, ceilings, measure
 from labkit.check import dtype_name
 from labkit.device import DEVICE, SIMULATED
 from labkit.ladder import Ladder
@@ -128,15 +128,13 @@ def _rejected(ladder: Ladder, attempt: Rejected) -> dict:
     rung = ladder.rung(attempt.against)
     problem = ladder.problem_of(rung)
     dtype, size = problem.dtypes[0], dict(problem.bench_size)
-    inputs = problem.inputs(dtype, **size)
-    both = interleaved({"attempt": lambda: attempt.fn(*inputs), "rung": lambda: rung.fn(*inputs)})
-    mine, kept = (sorted(both[k])[len(both[k]) // 2] for k in ("attempt", "rung"))
+    both = {"attempt": (rung.kind, attempt.fn), rung.name: (rung.kind, rung.fn)}
+    mine, kept = (microseconds(t.p50_s) for t in measure(both, problem, dtype, size))
     shape = ", ".join(f"{k}={v:,}" for k, v in size.items())
     return {
         "attempt": attempt.attempt,
         "expected": attempt.expected,
-        "measured": f"{microseconds(mine)} against {microseconds(kept)} for {rung.name} "
-        f"({dtype_name(dtype)}, {shape})",
+        "measured": f"{mine} against {kept} for {rung.name} ({dtype_name(dtype)}, {shape})",
         "cause": attempt.cause,
     }
 

@@ -19,12 +19,14 @@ Source   Dao et al. 2023, pytorch.org/blog/flash-decoding (splits); Milakov & Gi
 
 import labkit as lab
 from labkit import bars
+from labkit.launch import kernels_of
 
 import inspect
 import math
 import warnings
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -47,6 +49,12 @@ WARPS, UNROLL = 8, 4
 PROGRAMS_PER_SM = 2
 LEAST = 32  # keys of a program; below that, merging costs more than it saves
 MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
+# Rung 5: a lane copies LOADS vectors of keys and as many of values for each of STAGES tiles. With
+# 4 warps a tile is 16 KiB; two are under way while a third is used, in each of a few blocks per SM.
+BLOCK_WARPS, LOADS, STAGES = 4, 4, 3
+RING_BYTES = STAGES * 2 * LOADS * BLOCK_WARPS * WARP * VECTOR_BYTES
+HEAD_SIZES, GROUPS = (64, 128), (1, 2, 4, 8)  # that rung 5 is written for
+MAX_SLOTS = 2**31 - 1  # it counts them in 32 bits
 SMS = lab.DEVICE.sms or 132  # compile cards are made without a device, for an H200
 SIMULATED = bool(config.ENABLE_CUDASIM)
 Queries, Cache = Float[Tensor, "B H D"], Float[Tensor, "B S H_kv D"]
@@ -87,6 +95,8 @@ def reference(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
 
 def library(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
     """F.scaled_dot_product_attention with enable_gqa, and a mask for the contexts."""
+    if q.numel() == 0:
+        return torch.empty_like(q)  # on a GPU, SDPA gives None
     inside = torch.arange(k.shape[1], device=k.device) < context_lens[:, None]  # [B, S]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H_kv, S, D]
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -98,6 +108,8 @@ def library(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
 
 def full_sdpa(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
     """F.scaled_dot_product_attention without a mask: FlashAttention's kernels, with splits."""
+    if q.numel() == 0:
+        return torch.empty_like(q)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return sdpa(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
@@ -177,6 +189,34 @@ def given_memory(kernel) -> str | None:
     return None
 
 
+def templates_are_right(kernel) -> str | None:
+    """C++ kernels have an instance for each dtype, head size and group: some of each are run.
+
+    Contexts are empty, of one key, a little longer than a tile, and of several splits; NaN follows.
+    """
+    if "cuda" not in {k.kind for k in kernels_of(kernel)}:
+        return None
+    for dtype, D, G in (
+        *((d, size, 2) for d in DECODE_ATTENTION.dtypes for size in HEAD_SIZES),
+        *((torch.bfloat16, 128, group) for group in GROUPS),
+        (torch.float16, 64, 8),
+    ):
+        size = {"B": 7, "H": 3 * G, "H_kv": 3, "S": 1500, "D": D}
+        q, k, v, context_lens = inputs(dtype, seed=1, **size)
+        context_lens.copy_(torch.tensor((0, 1, 31, 33, 1500, 1024, 777)))
+        truth = reference(q.double(), k.double(), v.double(), context_lens)
+        past = torch.arange(k.shape[1], device=k.device) >= context_lens[:, None]
+        k, v = (x.masked_fill(past[:, :, None, None], math.nan) for x in (k, v))
+        for max_context in (None, 1, 100):
+            o = kernel(q, k, v, context_lens, max_context=max_context).double()
+            for b, length in enumerate(context_lens.tolist()):
+                allowed = max(torch.finfo(dtype).eps, 1e-5) * truth[b].abs().max().item()
+                if not (worst := (o[b] - truth[b]).abs().max().item()) <= allowed:
+                    case = f"{dtype}, {D=}, {G=}, a context of {length}, {max_context=}"
+                    return f"{case}: wrong by {worst:.2g}"
+    return None
+
+
 def of_head(x: Cache, head: Tensor) -> Cache:
     """The cache with a head for each query head, as `head` says."""
     return x[:, :, head]
@@ -239,11 +279,12 @@ DECODE_ATTENTION = lab.Problem(
     ),
     terms=lambda B, H, H_kv, S, D, ragged=0: S + D,
     # One key; fewer keys than a warp has lanes, a tile and one beside, several splits and a rest;
-    # one query head to a kv head, three (no power of two); D no power of two; one kv head for all.
+    # one query head to a kv head, three (no power of two); D no power of two; one kv head for all;
+    # a head size that the C++ kernel takes.
     test_sizes=(
         *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 8), (2, 4, 2, 64, 8), (1, 6, 2, 65, 12)),
         *sizes((2, 4, 2, 300, 8), (3, 3, 1, 130, 8), (2, 4, 2, 521, 8), ragged=1),
-        *sizes((1, 4, 2, 777, 8)),
+        *sizes((1, 4, 2, 777, 8), (1, 2, 1, 40, 64)),
         *sizes((2, 4, 2, 270, 8), ragged=1),
     ),
     empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 16},
@@ -255,29 +296,20 @@ DECODE_ATTENTION = lab.Problem(
         *({"B": b, "S": 4096, "H": 32, "H_kv": 8, "D": 128} for b in (1, 32)),  # Llama-3-8B
     ),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
+    ceiling="read",
     target=(
         *(
             bars.ratio(
-                "decode_attention_fused",
-                "SDPA, full",
-                0.6,
-                dtype="bfloat16",
-                B=1,
-                S=s,
-                **QWEN_SMALL,
+                "decode_attention_pipelined", "SDPA, full", 0.6, dtype="bfloat16",
+                B=1, S=s, **QWEN_SMALL,
             )
             for s in CONTEXTS[:3]
         ),
-        bars.seconds("decode_attention_fused", 40e-6, dtype="bfloat16", B=1, S=32768, **QWEN_SMALL),
-        lab.Bar(
-            "decode_attention_fused reaches 93% of the read ceiling at B=32, S=4,096, bfloat16",
-            lambda results: (
-                results.timing(
-                    "decode_attention_fused", "bfloat16", B=32, S=4096, **QWEN_SMALL
-                ).bandwidth
-                / results.ceilings["read_bytes_per_s"]
-            ),
-            at_least=0.93,
+        bars.seconds(
+            "decode_attention_pipelined", 40e-6, dtype="bfloat16", B=1, S=32768, **QWEN_SMALL
+        ),
+        bars.fraction(
+            "decode_attention_pipelined", 0.93, dtype="bfloat16", B=32, S=4096, **QWEN_SMALL
         ),
     ),
     peers={"SDPA, full": full_sdpa, "flashinfer": flashinfer_decode, "fa3": fa3_decode},
@@ -301,8 +333,14 @@ DECODE_ATTENTION = lab.Problem(
         ),
         lab.Property("an empty context gives zeros", "empty context", empty_context),
         lab.Property("a workspace can be used again", "workspace left dirty", given_memory),
+        lab.Property(
+            "every template is right",
+            "an instance of a template is wrong",
+            templates_are_right,
+            dtypes=(torch.bfloat16,),  # so on GPUs only
+        ),
     ),
-)
+)  # fmt: skip
 
 
 def check_args(
@@ -650,7 +688,7 @@ def decode_attention_split(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
 
 
 class Workspace(NamedTuple):
-    """Memory that the programs of rung 4 meet in; every launch leaves the counters at zero."""
+    """Memory that the programs of a launch meet in; every launch leaves the counters at zero."""
 
     partial: Float[Tensor, "B H splits D"]  # float32
     lse: Float[Tensor, "B H splits"]  # float32
@@ -1037,6 +1075,332 @@ def rows(BLOCK_D: int, itemsize: int, num_warps: int) -> int:
     return max(1, num_warps * WARP * VECTOR_BYTES // (BLOCK_D * itemsize))
 
 
+# Rung 5 --------------------------------------------------------------------------------------
+
+# Chapter 11 puts a kernel of its own behind this.
+ATTEND = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+#include <math_constants.h>
+
+// 16 bytes of a key or a value: a lane's part of it.
+template <typename T> struct alignas(16) Pack { T v[16 / sizeof(T)]; };
+
+// Sums each of N numbers over LANES neighbouring lanes; every lane gets all N sums. While a lane
+// has several numbers, it keeps half of them and sends the other half to a lane that keeps those:
+// N = 8 numbers over 16 lanes take 4 + 2 + 1 + 1 shuffles, and 8 more to tell the sums to all.
+template <int LANES, int N> __device__ void sum_over_lanes(float (&x)[N]) {
+    static_assert(N <= LANES);
+    #pragma unroll
+    for (int offset = LANES / 2, kept = N / 2; offset > 0; offset /= 2, kept /= 2) {
+        const bool upper = threadIdx.x & offset;
+        if (kept == 0) x[0] += __shfl_xor_sync(~0u, x[0], offset);
+        #pragma unroll
+        for (int i = 0; i < kept; ++i) {
+            const float sent = upper ? x[i] : x[i + kept];
+            x[i] = (upper ? x[i + kept] : x[i]) + __shfl_xor_sync(~0u, sent, offset);
+        }
+    }
+    const float sum = x[0];  // of number i in lanes i·LANES / N … (i + 1)·LANES / N - 1
+    #pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = __shfl_sync(~0u, sum, i * (LANES / N), LANES);
+}
+
+// What some lanes know of a head after the keys so far: the largest score m, the sum l of the
+// weights 2^(score - m), and W columns of the weighted values. -1e30 is below every score, and
+// unlike -inf it can be subtracted from itself.
+template <int W> struct Softmax {
+    float m = -1e30f, l = 0;
+    alignas(16) float acc[W] = {};
+
+    template <int N> __device__ void absorb(const float (&score)[N], const float (&value)[N][W]) {
+        float top = m;
+        #pragma unroll
+        for (int n = 0; n < N; ++n) top = fmaxf(top, score[n]);
+        const float alpha = exp2f(m - top);
+        float total = 0;
+        m = top;
+        #pragma unroll
+        for (int j = 0; j < W; ++j) acc[j] *= alpha;
+        #pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float p = exp2f(score[n] - m);
+            total += p;
+            #pragma unroll
+            for (int j = 0; j < W; ++j) acc[j] = fmaf(p, value[n][j], acc[j]);
+        }
+        l = fmaf(l, alpha, total);
+    }
+};
+
+// Block (h, split, b) attends to its share of the keys of sequence b and kv head h, for G query
+// heads: to tile `split`, and to every gridDim.y-th after it. The last block of a (b, h) to finish
+// merges them. `slots` says where keys lie, and which may be read before the length is known.
+//
+// D / W lanes make a team. A tile has LOADS keys for each team of the block, a lane W columns of
+// each. It copies those that it will use, STAGES - 1 tiles ahead, into a ring of STAGES; no other
+// lane looks there, so nothing has to be waited for but the lane's own copies.
+template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, typename Slots>
+__device__ void attend(
+    const T* q, const T* k, const T* v, const int* context_len, T* o, float* partial, float* lse,
+    int* counters, float scale, Slots slots) {
+    constexpr int W = 16 / sizeof(T), LANES = D / W, THREADS = 32 * WARPS;
+    constexpr int ROWS = 32 / LANES, TEAMS = WARPS * ROWS;  // teams of a warp, of the block
+    constexpr int KEYS = LOADS * ROWS;  // of a warp in a tile
+    constexpr int CHUNK = G * LOADS < 8 ? G * LOADS : 8;  // scores summed together
+    constexpr int MERGED = G * W < 32 ? 32 / (G * W) : 1;  // splits that a team reads at once
+    const int h = blockIdx.x, split = blockIdx.y, H_kv = gridDim.x, splits = gridDim.y;
+    const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / LANES;
+    const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
+    const long long head = ((long long)blockIdx.z * H_kv + h) * G;  // the first of all B·H
+    const Pack<T>* k_lane = reinterpret_cast<const Pack<T>*>(k) + h * LANES + lane;
+    const Pack<T>* v_lane = reinterpret_cast<const Pack<T>*>(v) + h * LANES + lane;
+
+    extern __shared__ __align__(16) unsigned char ring_bytes[];
+    Pack<T>* ring_s = reinterpret_cast<Pack<T>*>(ring_bytes) + threadIdx.x;
+    auto place = [&](int stage, int of_v, int u) {
+        return ring_s + ((stage * 2 + of_v) * LOADS + u) * THREADS;
+    };
+    auto first_key = [&](int tile) { return (tile * WARPS + warp) * KEYS; };  // of the warp
+    auto ask = [&](int tile, int stage, int limit) {
+        const int first = first_key(tile);
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) {
+            const int i = u * ROWS + row;
+            const long long at = (long long)slots.of(first, i) * (H_kv * LANES);
+            const int left_out = first + i < limit ? 0 : 16;  // bytes: nothing is read past limit
+            __pipeline_memcpy_async(place(stage, 0, u), k_lane + at, 16, left_out);
+            __pipeline_memcpy_async(place(stage, 1, u), v_lane + at, 16, left_out);
+        }
+        __pipeline_commit();
+        slots.look_up(first_key(tile + splits), limit);
+    };
+
+    Pack<T> q_pack[G];
+    #pragma unroll
+    for (int g = 0; g < G; ++g)
+        q_pack[g] = reinterpret_cast<const Pack<T>*>(q)[(head + g) * LANES + lane];
+    int length = slots.readable(context_len);
+    slots.look_up(first_key(split), length);
+    #pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) {
+        ask(split + i * splits, i, length);
+        // Volatile, or the load and the wait for it would come before the first tile is asked for.
+        length = min(*(const volatile int*)context_len, slots.most);
+    }
+    const int tiles = (length + WARPS * KEYS - 1) / (WARPS * KEYS);
+    const int used = max(1, min(splits, tiles));  // an empty context takes one, to store zeros
+    if (split >= used) {
+        __pipeline_wait_prior(0);
+        return;
+    }
+    float q_lane[G][W];
+    #pragma unroll
+    for (int g = 0; g < G; ++g)
+        #pragma unroll
+        for (int j = 0; j < W; ++j) q_lane[g][j] = scale * (float)q_pack[g].v[j];
+
+    Softmax<W> state[G];
+    int stage = 0;
+    #pragma unroll 1
+    for (int tile = split; tile < tiles; tile += splits) {
+        // Into the stage that the last round has read.
+        ask(tile + (STAGES - 1) * splits, stage == 0 ? STAGES - 1 : stage - 1, length);
+        __pipeline_wait_prior(STAGES - 1);
+        float score[G][LOADS], value[LOADS][W];
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) {
+            const Pack<T> pack = *place(stage, 0, u);
+            #pragma unroll
+            for (int g = 0; g < G; ++g) {
+                score[g][u] = 0;
+                #pragma unroll
+                for (int j = 0; j < W; ++j)
+                    score[g][u] = fmaf(q_lane[g][j], (float)pack.v[j], score[g][u]);
+            }
+        }
+        #pragma unroll
+        for (int i = 0; i < G * LOADS; i += CHUNK) {
+            float some[CHUNK];
+            #pragma unroll
+            for (int n = 0; n < CHUNK; ++n) some[n] = score[(i + n) / LOADS][(i + n) % LOADS];
+            sum_over_lanes<LANES>(some);
+            #pragma unroll
+            for (int n = 0; n < CHUNK; ++n) score[(i + n) / LOADS][(i + n) % LOADS] = some[n];
+        }
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) {
+            const bool inside = first_key(tile) + u * ROWS + row < length;
+            const Pack<T> pack = *place(stage, 1, u);
+            #pragma unroll
+            for (int j = 0; j < W; ++j) value[u][j] = inside ? (float)pack.v[j] : 0;
+            #pragma unroll
+            for (int g = 0; g < G; ++g) score[g][u] = inside ? score[g][u] : -CUDART_INF_F;
+        }
+        #pragma unroll
+        for (int g = 0; g < G; ++g) state[g].absorb(score[g], value);
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+    __pipeline_wait_prior(0);  // for the zeros that were asked for past the end
+
+    // Merged are first the teams of the block, then, by the last block to get here, the splits.
+    __shared__ float m_s[TEAMS][G], l_s[TEAMS][G];
+    __shared__ bool last_s;
+    float* acc_s = reinterpret_cast<float*>(ring_bytes);  // [TEAMS][G][D], the ring has no use now
+    #pragma unroll 1
+    for (bool whole = used == 1;; whole = true) {
+        __syncthreads();
+        #pragma unroll
+        for (int g = 0; g < G; ++g) {
+            if (lane == 0) {
+                m_s[team][g] = state[g].m;
+                l_s[team][g] = state[g].l;
+            }
+            #pragma unroll
+            for (int j = 0; j < W; j += 4)
+                *reinterpret_cast<float4*>(acc_s + (team * G + g) * D + lane * W + j) =
+                    *reinterpret_cast<float4*>(state[g].acc + j);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < G * D; i += THREADS) {
+            const int g = i / D;
+            float m = m_s[0][g], l = 0, acc = 0;
+            #pragma unroll
+            for (int t = 1; t < TEAMS; ++t) m = fmaxf(m, m_s[t][g]);
+            #pragma unroll
+            for (int t = 0; t < TEAMS; ++t) {
+                const float weight = exp2f(m_s[t][g] - m);
+                l = fmaf(weight, l_s[t][g], l);
+                acc = fmaf(weight, acc_s[t * G * D + i], acc);
+            }
+            const float y = l > 0 ? acc / l : 0;
+            const long long at = (head + g) * splits + split;
+            if (whole) o[head * D + i] = T(y);
+            else partial[at * D + i % D] = y;
+            if (!whole && i % D == 0) lse[at] = m + log2f(l);
+        }
+        if (whole) return;
+
+        // Releases what the whole block has stored, and acquires what others have.
+        int* counter = counters + blockIdx.z * H_kv + h;
+        __syncthreads();
+        if (threadIdx.x == 0)
+            last_s = __nv_atomic_fetch_add(
+                counter, 1, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE) == used - 1;
+        __syncthreads();
+        if (!last_s) return;
+        if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
+
+        // This is attention once more: the splits are the keys, and lse has their scores.
+        #pragma unroll
+        for (int g = 0; g < G; ++g) state[g] = {};
+        #pragma unroll 1
+        for (int first = team; first < used; first += MERGED * TEAMS) {
+            float score[G][MERGED];
+            alignas(16) float value[G][MERGED][W];
+            #pragma unroll
+            for (int g = 0; g < G; ++g)
+                #pragma unroll
+                for (int n = 0; n < MERGED; ++n) {
+                    const bool inside = first + n * TEAMS < used;
+                    const long long at = (head + g) * splits + first;
+                    const float4* from =
+                        reinterpret_cast<float4*>(partial + at * D) + lane * (W / 4);
+                    score[g][n] = inside ? __ldcg(lse + at + n * TEAMS) : -CUDART_INF_F;
+                    #pragma unroll
+                    for (int j = 0; j < W / 4; ++j)
+                        *reinterpret_cast<float4*>(value[g][n] + 4 * j) =
+                            inside ? __ldcg(from + n * TEAMS * D / 4 + j) : float4{};
+                }
+            #pragma unroll
+            for (int g = 0; g < G; ++g) state[g].absorb(score[g], value[g]);
+        }
+    }
+}
+"""
+PIPELINED = (
+    ATTEND
+    + r"""
+// Sequence b has the slots first … first + most - 1 of the caches, key after key.
+struct Contiguous {
+    int first, most;
+    // All of them may be read; what lies past the context is not used.
+    __device__ int readable(const int* context_len) const { return most; }
+    __device__ void look_up(int s, int limit) {}
+    __device__ int of(int s, int i) const { return first + s + i; }
+};
+
+template <typename T, int D, int G, int WARPS, int LOADS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS, (G > 4 ? 8 : 16) / WARPS)
+decode_attention_pipelined_kernel(
+    const T* q, const T* k, const T* v, const int* context_lens, T* o, float* partial, float* lse,
+    int* counters, float scale, int S) {
+    attend<T, D, G, WARPS, LOADS, STAGES>(
+        q, k, v, context_lens + blockIdx.z, o, partial, lse, counters, scale,
+        Contiguous{(int)blockIdx.z * S, S});
+}
+"""
+)
+CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
+
+
+def instances(source: str, name: str) -> dict:
+    """Dtype, D and G -> the instance of a kernel template; what is launched is compiled."""
+    return {
+        (dtype, D, G): lab.cuda_kernel(
+            source,
+            f"{name}<{T}, {D}, {G}, {BLOCK_WARPS}, {LOADS}, {STAGES}>",
+            options={"use_fast_math": True},  # exp2 in one instruction
+        )
+        for dtype, T in CPP_TYPES
+        for D in HEAD_SIZES
+        for G in GROUPS
+    }
+
+
+PIPELINED_KERNELS = instances(PIPELINED, "decode_attention_pipelined_kernel")
+
+
+def takes(G: int, D: int, slots: int, *vectors: Tensor) -> bool:
+    """Whether rung 5's kernel can do it: sizes it has, and memory that begins with a vector."""
+    late = any(x.data_ptr() % VECTOR_BYTES for x in vectors)
+    return not (SIMULATED or late) and D in HEAD_SIZES and G in GROUPS and slots <= MAX_SLOTS
+
+
+def decode_attention_pipelined(
+    q: Queries,
+    k: Cache,
+    v: Cache,
+    context_lens: Lengths,
+    *,
+    max_context: int | None = None,
+    out: Queries | None = None,
+    workspace: Workspace | None = None,
+    validate: bool = False,
+) -> Queries:
+    """Keys go through a ring in shared memory; the first are copied before the length is known.
+
+    Rung 4's kernel does the work where D is not 64 or 128 or H / H_kv not 1, 2, 4 or 8, where q, k
+    or v begin between two 16-byte vectors, and under the simulators. Arguments and errors are those
+    of rung 4.
+    """
+    B, H, H_kv, S, D = check_args(q, k, v, context_lens, max_context, validate)
+    if not takes(H // H_kv, D, B * S, q, k, v):
+        how = {"max_context": max_context, "out": out, "workspace": workspace}
+        return decode_attention_fused(q, k, v, context_lens, **how)
+    lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
+    splits = splits_for(B, H_kv, max_context or S)
+    out = check_memory(q, H_kv, splits, out, workspace)
+    if out.numel() > 0:
+        if workspace is None:
+            workspace = new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
+        PIPELINED_KERNELS[q.dtype, D, H // H_kv][(H_kv, splits, B), WARP * BLOCK_WARPS, RING_BYTES](
+            q, k, v, context_lens, out, *workspace, np.float32(D**-0.5 * LOG2_E), np.int32(S)
+        )
+    return out
+
+
 # Mutants -------------------------------------------------------------------------------------
 
 GROUPED = lab.Exercise(
@@ -1167,13 +1531,14 @@ LADDER = lab.Ladder(
         lab.Rung(decode_attention_grouped, "triton"),
         lab.Rung(decode_attention_split, "triton"),
         lab.Rung(decode_attention_fused, "triton"),
+        lab.Rung(decode_attention_pipelined, "cuda", simulates=False),
     ),
     exercises=(GROUPED, MERGE),
 )
 
 # The op --------------------------------------------------------------------------------------
 
-decode_attention = decode_attention_fused
+decode_attention = decode_attention_pipelined
 
 torch.library.custom_op(
     "kernel_ladder::decode_attention",

@@ -819,7 +819,7 @@ def gemv_split_k(
     """
     M, N, K = check_args(x, w)
     late = K * x.itemsize % VECTOR_BYTES + x.data_ptr() % VECTOR_BYTES + w.data_ptr() % VECTOR_BYTES
-    if SIMULATED or late:
+    if config.ENABLE_CUDASIM or late:
         return gemv_vectorized(x, w, out=out)
     lab.check_contiguous(x=x, w=w)
     y = output(x, N, out)

@@ -20,10 +20,12 @@ Source   Kwon et al. 2023, arXiv:2309.06180, §4.1
 
 import labkit as lab
 from labkit import bars
+from labkit.launch import kernels_of
 
 import inspect
 import math
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +35,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from solutions import _decode_attention as contiguous
-from solutions._decode_attention import LOG2_E, Workspace, attended, finish, queries
+from solutions._decode_attention import ATTEND, LOG2_E, Workspace, attended, finish, queries
 
 THREADS = 32  # threads of a block of rung 1, which copies a page
 WRITE_WARPS = 4  # of a program that writes a token
@@ -206,16 +208,34 @@ def reads_what_was_written(kernel) -> str | None:
 
 
 def same_as_contiguous(kernel) -> str | None:
-    """A kernel that reads pages itself gives the bits that chapter 10's gives without pages."""
+    """A kernel that reads pages itself gives the bits that one of chapter 10's gives without."""
     if "max_context" not in inspect.signature(kernel).parameters:
         return None  # gathered pages go to SDPA
-    for size in ({}, {"S": 300, "page": 64}, {"S": 77, "page": 4, "H_kv": 1}):
-        args = inputs(torch.float32, seed=1, **SMALL | size)
+    cases = [
+        (torch.float32, SMALL | size)
+        for size in ({}, {"S": 300, "page": 64}, {"S": 77, "page": 4, "H_kv": 1})
+    ]
+    if not lab.SIMULATED and "cuda" in {k.kind for k in kernels_of(kernel)}:
+        large = {"B": 5, "H": 8, "S": 1500, "ragged": 1}
+        cases += [
+            (dtype, large | {"H_kv": 8 // G, "D": D, "page": page})
+            for dtype, D, page in (
+                *((d, 128, 16) for d in PAGED_KV.dtypes),
+                (torch.bfloat16, 64, 64),
+                (torch.bfloat16, 128, 12),
+            )
+            for G in contiguous.GROUPS
+        ]
+    for dtype, size in cases:
+        args = inputs(dtype, seed=1, **size)
         q, k_cache, v_cache, table, context_lens = args
         k, v = gathered(k_cache, table), gathered(v_cache, table)
-        wanted = contiguous.decode_attention(q, k, v, context_lens, max_context=k.shape[1])
-        if not torch.equal(kernel(*args, max_context=k.shape[1]), wanted):
-            return f"{size}: other bits than from one piece of memory"
+        got = kernel(*args, max_context=k.shape[1])
+        if not any(
+            torch.equal(got, without(q, k, v, context_lens, max_context=k.shape[1]))
+            for without in (contiguous.decode_attention, contiguous.decode_attention_fused)
+        ):
+            return f"{dtype}, {size}: other bits than from one piece of memory"
     return None
 
 
@@ -277,6 +297,7 @@ PAGED_KV = lab.Problem(
         *sizes((1, 1, 1, 1, 4, 16), (1, 4, 2, 16, 8, 16), (1, 4, 2, 33, 8, 16)),
         *sizes((1, 6, 2, 63, 12, 64), (2, 4, 2, 90, 8, 12)),
         *sizes((2, 4, 2, 300, 8, 64), (3, 4, 2, 130, 8, 256), ragged=1),
+        *sizes((1, 2, 1, 40, 64, 16)),  # a head size that the C++ kernel takes
         *sizes((2, 4, 2, 180, 8, 16), (2, 4, 2, 90, 8, 128), ragged=1),
     ),
     empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 8, "page": 4},
@@ -287,17 +308,18 @@ PAGED_KV = lab.Problem(
         *({"B": b, "S": 4096, **QWEN_SMALL, "page": p} for b in (1, 32) for p in PAGES[1:]),
     ),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
+    ceiling="read",
     target=(
         *(
             bars.ratio(
-                "paged_kv_prefetched", "gather, SDPA full", 0.59, dtype="bfloat16",
+                "paged_kv_pipelined", "gather, SDPA full", 0.59, dtype="bfloat16",
                 B=1, S=s, **QWEN_SMALL, page=16,
             )
             for s in CONTEXTS
         ),
         *(
             bars.ratio(
-                "paged_kv_prefetched", "contiguous", 1.10, dtype="bfloat16",
+                "paged_kv_pipelined", "contiguous", 1.10, dtype="bfloat16",
                 B=b, S=4096, **QWEN_SMALL, page=16,
             )
             for b in (1, 32)
@@ -334,6 +356,87 @@ PAGED_KV = lab.Problem(
         lab.Property("a workspace can be used again", "workspace left dirty", given_memory),
     ),
 )  # fmt: skip
+
+
+def write_inputs(
+    dtype: torch.dtype, seed: int = 0, *, T: int, H_kv: int, D: int, page: int
+) -> tuple[Tensor, ...]:
+    """Normal k, v and caches; a slot of its own for each token, never the last of the cache."""
+    count = -(-T // page) + 1
+    tokens, cache = (T, H_kv, D), (count, page, H_kv, D)
+    k, v, k_cache, v_cache = lab.randn(tokens, tokens, cache, cache, dtype=dtype, seed=seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    slots = torch.randperm(count * page - 1, generator=generator)[:T]
+    return k, v, k_cache, v_cache, slots.to(k.device)
+
+
+def write_reference(
+    k: Tensor, v: Tensor, k_cache: Pages, v_cache: Pages, slot_mapping: Tensor
+) -> tuple[Pages, Pages]:
+    """Token t goes to place slot_mapping[t] of the caches."""
+    at = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
+    k_cache[at], v_cache[at] = k, v
+    return k_cache, v_cache
+
+
+def write_library(
+    k: Tensor, v: Tensor, k_cache: Pages, v_cache: Pages, slot_mapping: Tensor
+) -> tuple[Pages, Pages]:
+    """Indexing, twice: once for keys, once for values."""
+    return write_reference(k, v, k_cache, v_cache, slot_mapping)
+
+
+def writes_its_slots_only(kernel) -> str | None:
+    """A token with slot -1 is skipped, tokens may lie apart, and no other slot changes."""
+    packed, _ = lab.randn((4, 6, 8), (1,), dtype=torch.float32, seed=1)
+    k, v = packed[:, 2:4], packed[:, 4:]  # as in the output of a fused projection
+    # Slot -1 would be the row before the cache: it belongs to the same allocation.
+    rooms = [torch.full((4, 3, 2, 8), 9.0, device=k.device) for _ in range(2)]
+    slots = torch.tensor([5, -1, 0, 3], device=k.device)
+    kernel(k, v, *(room[1:-1] for room in rooms), slots)
+    for name, room, x in zip(("k_cache", "v_cache"), rooms, (k, v), strict=True):
+        want = torch.full_like(room, 9.0)
+        want.flatten(0, 1)[3 + slots[slots >= 0]] = x[slots >= 0]
+        wrong = (room != want).flatten(0, 1).flatten(1).any(dim=1).nonzero().flatten() - 3
+        if len(wrong):
+            return f"slots {slots.tolist()} of 6: wrong in {name}, slots {wrong.tolist()}"
+    return None
+
+
+PAGED_KV_WRITE = lab.Problem(
+    name="paged_kv_write",
+    inputs=write_inputs,
+    reference=write_reference,
+    library=write_library,
+    work=lambda dtype, T, H_kv, D, page: lab.Work(
+        bytes=4 * T * H_kv * D * dtype.itemsize + 8 * T, flops=0
+    ),
+    terms=lambda T, H_kv, D, page: 1,
+    mutates=("k_cache", "v_cache"),
+    # One token; some pages and a rest; a page for many tokens; rows that are no power of two.
+    test_sizes=tuple(
+        dict(zip(("T", "H_kv", "D", "page"), s, strict=True))
+        for s in ((1, 1, 4, 16), (5, 2, 8, 2), (7, 2, 8, 16), (33, 3, 12, 16))
+    ),
+    empty_size={"T": 0, "H_kv": 2, "D": 8, "page": 4},
+    huge_size={"T": 2**17 + 1, "H_kv": 128, "D": 128, "page": 64},
+    bench_size={"T": 8192, "H_kv": 8, "D": 128, "page": 16},
+    sweep=tuple({"T": t, "H_kv": 8, "D": 128, "page": 16} for t in (1, 64, 1024)),
+    dtypes=PAGED_KV.dtypes,
+    target=(
+        bars.fraction("paged_kv_write", 0.85, dtype="bfloat16", T=8192, H_kv=8, D=128, page=16),
+    ),
+    suspects={
+        "slot off by one": lambda *args: write_reference(*args[:4], args[4] + 1),
+        "ignores slot_mapping": lambda *args: write_reference(
+            *args[:4], torch.arange(len(args[0]), device=args[0].device)
+        ),
+        "swaps k and v": lambda k, v, *rest: write_reference(v, k, *rest),
+    },
+    properties=(
+        lab.Property("slot -1 is skipped", "writes skipped tokens", writes_its_slots_only),
+    ),
+)
 
 
 def check_args(
@@ -772,6 +875,86 @@ def paged_kv_prefetched(
     return launch(paged_kv_prefetched_kernel, *args, max_context, out, workspace, validate)
 
 
+# Rung 4 --------------------------------------------------------------------------------------
+
+PIPELINED = (
+    ATTEND
+    + r"""
+// The block table's row of a sequence says where its keys lie. A lane looks one of them up for its
+// warp, a tile ahead; holes lie past `limit` and are not followed.
+struct Paged {
+    const int* table;
+    int page_size, most, page, slot_of_page;
+    __device__ int readable(const int* context_len) const { return min(*context_len, most); }
+    __device__ void look_up(int s, int limit) {
+        const unsigned key = s + threadIdx.x % 32;
+        slot_of_page = key % page_size;
+        page = (int)key < limit ? table[key / page_size] : 0;
+    }
+    __device__ int of(int s, int i) const {
+        return __shfl_sync(~0u, page * page_size + slot_of_page, i);
+    }
+};
+
+template <typename T, int D, int G, int WARPS, int LOADS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS, (G > 4 ? 8 : 16) / WARPS)
+paged_kv_pipelined_kernel(
+    const T* q, const T* k_cache, const T* v_cache, const int* block_table,
+    const int* context_lens, T* o, float* partial, float* lse, int* counters, float scale,
+    int max_pages, int page_size) {
+    attend<T, D, G, WARPS, LOADS, STAGES>(
+        q, k_cache, v_cache, context_lens + blockIdx.z, o, partial, lse, counters, scale,
+        Paged{block_table + (long long)blockIdx.z * max_pages, page_size, max_pages * page_size});
+}
+"""
+)
+PIPELINED_KERNELS = contiguous.instances(PIPELINED, "paged_kv_pipelined_kernel")
+
+
+def paged_kv_pipelined(
+    q: Queries,
+    k_cache: Pages,
+    v_cache: Pages,
+    block_table: BlockTable,
+    context_lens: Lengths,
+    *,
+    max_context: int | None = None,
+    out: Queries | None = None,
+    workspace: Workspace | None = None,
+    validate: bool = False,
+) -> Queries:
+    """Chapter 10's last kernel, with page ids looked up a tile ahead of the copies they are for.
+
+    Rung 3's kernel does the work for the sizes and the memory that chapter 10's does not take, and
+    under the simulators. Arguments and errors are those of rung 3.
+    """
+    args = q, k_cache, v_cache, block_table, context_lens
+    B, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
+    most = max_pages * page_size
+    slots = max(len(k_cache) * page_size, most)
+    if not contiguous.takes(H // H_kv, D, slots, q, k_cache, v_cache):
+        return launch(paged_kv_prefetched_kernel, *args, max_context, out, workspace, False)
+    lab.check_contiguous(
+        q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens
+    )
+    splits = contiguous.splits_for(B, H_kv, max_context or most)
+    out = contiguous.check_memory(q, H_kv, splits, out, workspace)
+    if out.numel() > 0:
+        if workspace is None:
+            counters = contiguous.zero_counters(B * H_kv, q.device)
+            workspace = contiguous.new_workspace(q, H_kv, splits, counters)
+        grid, threads = (H_kv, splits, B), contiguous.WARP * contiguous.BLOCK_WARPS
+        PIPELINED_KERNELS[q.dtype, D, H // H_kv][grid, threads, contiguous.RING_BYTES](
+            *args,
+            out,
+            *workspace,
+            np.float32(D**-0.5 * LOG2_E),
+            np.int32(max_pages),
+            np.int32(page_size),
+        )
+    return out
+
+
 # Mutants -------------------------------------------------------------------------------------
 
 GATHERED = lab.Exercise(
@@ -850,16 +1033,18 @@ DIRECT = lab.Exercise(
 LADDER = lab.Ladder(
     PAGED_KV,
     (
+        lab.Rung(paged_kv_write, "triton", problem=PAGED_KV_WRITE),
         lab.Rung(paged_kv_gathered, "numba"),
         lab.Rung(paged_kv_direct, "triton"),
         lab.Rung(paged_kv_prefetched, "triton"),
+        lab.Rung(paged_kv_pipelined, "cuda", simulates=False),
     ),
     exercises=(GATHERED, DIRECT),
 )
 
 # The ops -------------------------------------------------------------------------------------
 
-paged_kv = paged_kv_prefetched
+paged_kv = paged_kv_pipelined
 paged_kv_attention = paged_kv
 
 torch.library.custom_op(
@@ -879,7 +1064,7 @@ def into_slots(
 
 
 torch.library.custom_op(
-    "kernel_ladder::paged_kv_write_",
+    "kernel_ladder::paged_kv_write",
     into_slots,
     mutates_args=("k_cache", "v_cache"),
     schema="(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping)"

@@ -35,7 +35,7 @@ THREADS = 128  # threads of a block: 16 blocks fill the 2,048 thread slots of an
 BLOCK = 1024  # elements of a program of rung 3: 4 or 8 a thread, so 16-byte loads in every dtype
 NUM_WARPS = 4
 ROWS = 4  # rung 5: outputs of a program
-ROW_WARPS = 4  # rung 5: with 4 outputs, 8 loads of 16 bytes under way a thread, 96 KiB on an SM
+ROW_WARPS = 4  # rung 5: with 4 outputs, a thread has 8 loads of 16 bytes, an SM 96 KiB
 DEPTH = 1024  # rung 5: columns that a program has under way at once; K of the smallest model
 WARP = 32
 VECTOR_BYTES = 16  # the widest load a thread can issue: a pack
@@ -285,7 +285,7 @@ GATE_UP_SWIGLU = lab.Problem(
         (1, 14336, 4096),  # Llama-3-8B
     ),
     target=(bars.seconds("gate_up_swiglu_split_k", 5e-6, dtype="bfloat16", M=1, N=3072, K=1024),),
-    timing="graph",  # as in a decode step; between two events, half of 5 µs would be the launch
+    timing="graph",  # as in a decode step; between two events, the launch would hide the kernel
     ceiling="read",  # a token writes 1/2,000 of what it reads
     **PROJECTIONS,
 )
@@ -507,7 +507,7 @@ def gate_up_swiglu_vectorized_kernel(
 
 
 def gate_up_swiglu_vectorized(x: Hidden, w_gate_up: Weights, *, out: Rows | None = None) -> Rows:
-    """One token is no tile: stream the weights, all loads of a row pair before their first use.
+    """One token is no tile: a program takes whole rows of gate and up, 1,024 columns at a time.
 
     More than one token goes to rung 4. Arguments and errors as there. With `out`, nothing is
     allocated, so a CUDA graph can hold the launch; it never waits for the GPU.

@@ -1,0 +1,135 @@
+"""From a prompt to text: tokenizer, chat template, greedy decoding, `lab generate`."""
+
+from __future__ import annotations
+
+import labkit as lab
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from .config import DTYPES, ModelError, read_json
+from .reference import forward, new_cache
+from .weights import Model, load_model, model_folder
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in a folder. ModelError if tokenizer.json is not there or not readable."""
+    path = folder / "tokenizer.json"
+    read_json(path)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as why:  # the library raises no narrower class
+        raise ModelError(f"{path}: not a tokenizer: {why}") from None
+
+
+def chat_template(folder: Path) -> str | None:
+    """The chat template in a folder, from its own file or from tokenizer_config.json."""
+    if (folder / "chat_template.jinja").exists():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    template = read_json(path).get("chat_template") if path.exists() else None
+    if isinstance(template, list):  # several, each with its name
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    return template
+
+
+def as_chat(template: str, prompt: str) -> str:
+    """What a chat model reads: the prompt as a user's message, then the start of an answer."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str):
+        raise TemplateError(message)
+
+    # Templates come with the model, from anyone: the sandbox keeps them from running code.
+    world = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    world.filters["tojson"] = lambda x, **how: json.dumps(x, **{"ensure_ascii": False, **how})
+    world.globals["raise_exception"] = refuse
+    try:
+        return world.from_string(template).render(
+            messages=[{"role": "user", "content": prompt}], add_generation_prompt=True
+        )
+    except TemplateError as why:
+        raise ModelError(f"the model's chat template fails: {why}") from None
+
+
+def prompt_tokens(tokenizer: Tokenizer, template: str | None, prompt: str) -> list[int]:
+    """Token ids of a prompt. ModelError if it is empty."""
+    if not prompt:
+        raise ModelError("prompt='': write at least one character")
+    if template is None:
+        return tokenizer.encode(prompt).ids
+    return tokenizer.encode(as_chat(template, prompt), add_special_tokens=False).ids
+
+
+def greedy(model: Model, tokens: Sequence[int], count: int, S: int | None = None) -> Iterator[int]:
+    """Up to `count` tokens after `tokens`, each the likeliest one, one at a time.
+
+    Ends early before a stop token, and when the cache of S slots is full. S is by default what is
+    needed, at most the model's positions. ModelError, at once, if `tokens` are none, not in the
+    vocabulary, or more than S, and if `count` is negative.
+    """
+    V, room = model.config.vocab_size, model.config.max_position_embeddings
+    S = min(len(tokens) + max(count, 1) - 1, room) if S is None else S  # the last one needs no slot
+    if count < 0:
+        raise ModelError(f"tokens={count}: it must not be negative")
+    if not tokens:
+        raise ModelError("the prompt has no tokens")
+    for token in tokens:
+        if not 0 <= token < V:
+            raise ModelError(f"token {token} is outside the vocabulary of {V}")
+    if len(tokens) > S:
+        raise ModelError(f"the prompt has {len(tokens)} tokens, the cache {S} slots")
+    return _greedy(model, tokens, count, S)
+
+
+def _greedy(model: Model, tokens: Sequence[int], count: int, S: int) -> Iterator[int]:
+    device = model.embed.device
+    cache, start = new_cache(model.config, S, model.embed.dtype, device), 0
+    for _ in range(count):
+        if start + len(tokens) > S:
+            return
+        logits = forward(model, torch.tensor(tokens, device=device), cache, start, last=1)
+        start, tokens = start + len(tokens), [int(logits[0].argmax())]
+        if tokens[0] in model.config.stop_tokens:
+            return
+        yield tokens[0]
+
+
+def write(
+    prompt: str,
+    model: str = "small",
+    tokens: int = 100,
+    dtype: str | None = None,
+    out: TextIO | None = None,
+) -> None:
+    """Write the model's text to `out` (stdout) as it comes: what `lab generate` does.
+
+    `model` is "small", a folder or a hub id. A model without a chat template goes on with the
+    prompt; one with a template answers it. `tokens` is how many at most. `dtype` is a name of
+    config.DTYPES, by default that of the files. ModelError for whatever the user can mend.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    out = out or sys.stdout
+    folder = model_folder(model)
+    tokenizer, template = load_tokenizer(folder), chat_template(folder)
+    ids = prompt_tokens(tokenizer, template, prompt)
+    loaded = load_model(folder, dtype and DTYPES[dtype], lab.DEVICE.torch)
+    new = greedy(loaded, ids, tokens)
+    if template is None:
+        out.write(prompt)
+    stream = DecodeStream(skip_special_tokens=True)  # holds back half a character
+    for token in new:
+        out.write(stream.step(tokenizer, token) or "")
+        out.flush()
+    out.write("\n")

@@ -1,0 +1,205 @@
+"""Weights of a Qwen3 model: from a folder in Hugging Face's layout, from the hub, or random."""
+
+from __future__ import annotations
+
+import labkit as lab
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .config import DTYPES, ModelError, Qwen3Config, read_config, read_json
+
+SMALL = Path(__file__).parent / "small"  # the model that ships with the lab, made by train.py
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HUB_FILES = ("*.safetensors", INDEX, "*.json", "*.jinja")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names
+STD = 0.02  # of random weights: initializer_range of Qwen3's config.json
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer. A projection is [out, in], as F.linear wants it."""
+
+    input_norm: Tensor  # [hidden]
+    q: Tensor  # [H·D, hidden]
+    k: Tensor  # [H_kv·D, hidden]
+    v: Tensor  # [H_kv·D, hidden]
+    q_norm: Tensor  # [D]: one gain for all heads
+    k_norm: Tensor  # [D]
+    o: Tensor  # [hidden, H·D]
+    post_norm: Tensor  # [hidden]
+    gate: Tensor  # [intermediate, hidden]
+    up: Tensor  # [intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A configuration and its weights, all of one dtype on one device."""
+
+    config: Qwen3Config
+    embed: Tensor  # [V, hidden]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [hidden]
+    head: Tensor  # [V, hidden]; with tied embeddings, `embed` itself
+
+
+def layer_names(config: Qwen3Config) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Field of Layer -> name of its tensor in the files, after `model.layers.N.`, and its shape."""
+    hidden, wide, D = config.hidden_size, config.intermediate_size, config.head_dim
+    q_width, kv_width = config.num_attention_heads * D, config.num_key_value_heads * D
+    return {
+        "input_norm": ("input_layernorm", (hidden,)),
+        "q": ("self_attn.q_proj", (q_width, hidden)),
+        "k": ("self_attn.k_proj", (kv_width, hidden)),
+        "v": ("self_attn.v_proj", (kv_width, hidden)),
+        "q_norm": ("self_attn.q_norm", (D,)),
+        "k_norm": ("self_attn.k_norm", (D,)),
+        "o": ("self_attn.o_proj", (hidden, q_width)),
+        "post_norm": ("post_attention_layernorm", (hidden,)),
+        "gate": ("mlp.gate_proj", (wide, hidden)),
+        "up": ("mlp.up_proj", (wide, hidden)),
+        "down": ("mlp.down_proj", (hidden, wide)),
+    }
+
+
+def tensor_shapes(config: Qwen3Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the files must hold."""
+    table = (config.vocab_size, config.hidden_size)
+    shapes = {"model.embed_tokens.weight": table}
+    for i in range(config.num_hidden_layers):
+        for name, shape in layer_names(config).values():
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = table
+    return shapes
+
+
+def assemble(config: Qwen3Config, tensors: Mapping[str, Tensor]) -> Model:
+    """The model whose tensors have these names."""
+    names = layer_names(config)
+    layers = tuple(
+        Layer(**{f: tensors[f"model.layers.{i}.{name}.weight"] for f, (name, _) in names.items()})
+        for i in range(config.num_hidden_layers)
+    )
+    embed = tensors["model.embed_tokens.weight"]
+    head = embed if config.tie_word_embeddings else tensors["lm_head.weight"]
+    return Model(config, embed, layers, tensors["model.norm.weight"], head)
+
+
+def random_model(
+    config: Qwen3Config,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: str = lab.DEVICE.torch,
+) -> Model:
+    """Seeded random weights: for timings, which need no more than the exact shape.
+
+    Drawn on the device, where the 0.6 billion of QWEN3_0_6B take no time: the same seed gives
+    other numbers on a GPU than on a CPU. `dtype` is the configuration's by default.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = dtype or DTYPES[config.dtype]
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        x = torch.randn(shape, generator=generator, device=device)
+        # Trained gains scatter around one; the rest is as it is before training.
+        tensors[name] = (1 + 0.1 * x if len(shape) == 1 else STD * x).to(dtype)
+    return assemble(config, tensors)
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype | None = None, device: str = lab.DEVICE.torch
+) -> Model:
+    """The model in a folder: config.json and model.safetensors, or several shards and their index.
+
+    `dtype` is that of the files by default. ModelError, before any tensor is read, for a shard that
+    is missing or cut short, and for a tensor that is missing, unknown, or of another shape or dtype
+    than config.json says.
+    """
+    config = read_config(folder)
+    shapes, tensors = tensor_shapes(config), {}
+    shards = [(path, open_shard(path, device)) for path in shard_paths(folder)]
+    where = {}  # name of a tensor -> the shard that holds it
+    for path, shard in shards:
+        for name in shard.keys():  # noqa: SIM118: a shard is no dict
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue  # some files hold the embedding a second time
+            check_tensor(path, name, shard.get_slice(name), shapes.get(name), config.dtype)
+            where[name] = shard
+    for name in shapes:
+        if name not in where:
+            raise ModelError(f"{folder}: no shard holds {name}")
+    for name in shapes:
+        tensors[name] = where[name].get_tensor(name).to(dtype or DTYPES[config.dtype])
+    return assemble(config, tensors)
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The weight files of a folder. ModelError for one that is not there."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise ModelError(f"{folder / INDEX}: weight_map does not say which file holds which tensor")
+    paths = [folder / name for name in sorted(set(names.values()))]
+    for path in paths:
+        if not path.is_file():
+            raise ModelError(f"{path}: missing shard, which {INDEX} names")
+    return paths
+
+
+def open_shard(path: Path, device: str):
+    """A safetensors file mapped into memory. ModelError if it is cut short or none at all."""
+    try:
+        return safe_open(path, framework="pt", device=device)
+    except (SafetensorError, OSError) as why:
+        line = " ".join(str(why).split())
+        raise ModelError(f"{path}: cut short, or not a safetensors file: {line}") from None
+
+
+def check_tensor(path: Path, name: str, entry, shape: tuple[int, ...] | None, dtype: str) -> None:
+    """ModelError for a tensor that a model of this configuration does not have."""
+    if shape is None:
+        raise ModelError(f"{path}: unknown tensor {name}")
+    if tuple(entry.get_shape()) != shape:
+        got, want = list(entry.get_shape()), list(shape)
+        raise ModelError(f"{path}: {name} has shape {got}, config.json wants {want}")
+    got = entry.get_dtype()
+    if STORED.get(got) != dtype:
+        got = STORED.get(got, got)
+        raise ModelError(f"{path}: {name} has dtype {got}, config.json says {dtype}")
+
+
+def model_folder(model: str) -> Path:
+    """Where a model's files are: `small`, a folder, or a hub id, downloaded if it must be.
+
+    A download shows its progress, and one that was interrupted goes on where it stopped.
+    ModelError if there is no such thing, or no network.
+    """
+    if model == "small":
+        return SMALL
+    if Path(model).is_dir():
+        return Path(model)
+    if not HUB_ID.fullmatch(model):
+        raise ModelError(f"model={model!r}: no such folder, and not a hub id such as Qwen/Qwen3-0.6B")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    # Whatever the HTTP library raises: their classes differ between releases.
+    except Exception as why:
+        line = (str(why).strip() or type(why).__name__).splitlines()[0]
+        raise ModelError(
+            f"model={model!r}: no such folder, and the Hugging Face hub gave none: {line}"
+        ) from None
