@@ -1174,15 +1174,15 @@ __device__ void attend(
             __pipeline_memcpy_async(place(stage, 1, u), v_lane + at, 16, left_out);
         }
         __pipeline_commit();
-        slots.look_up(first_key(tile + splits), limit);
+        slots.look_up(first_key(tile + splits));
     };
 
     Pack<T> q_pack[G];
     #pragma unroll
     for (int g = 0; g < G; ++g)
         q_pack[g] = reinterpret_cast<const Pack<T>*>(q)[(head + g) * LANES + lane];
+    slots.look_up(first_key(split));
     int length = slots.readable(context_len);
-    slots.look_up(first_key(split), length);
     #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
         ask(split + i * splits, i, length);
@@ -1327,7 +1327,7 @@ struct Contiguous {
     int first, most;
     // All of them may be read; what lies past the context is not used.
     __device__ int readable(const int* context_len) const { return most; }
-    __device__ void look_up(int s, int limit) {}
+    __device__ void look_up(int s) {}
     __device__ int of(int s, int i) const { return first + s + i; }
 };
 

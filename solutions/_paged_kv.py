@@ -881,15 +881,15 @@ PIPELINED = (
     ATTEND
     + r"""
 // The block table's row of a sequence says where its keys lie. A lane looks one of them up for its
-// warp, a tile ahead; holes lie past `limit` and are not followed.
+// warp, a tile ahead. Entries past the context may be read, but nothing is copied from there.
 struct Paged {
     const int* table;
     int page_size, most, page, slot_of_page;
     __device__ int readable(const int* context_len) const { return min(*context_len, most); }
-    __device__ void look_up(int s, int limit) {
+    __device__ void look_up(int s) {
         const unsigned key = s + threadIdx.x % 32;
         slot_of_page = key % page_size;
-        page = (int)key < limit ? table[key / page_size] : 0;
+        page = (int)key < most ? table[key / page_size] : 0;
     }
     __device__ int of(int s, int i) const {
         return __shfl_sync(~0u, page * page_size + slot_of_page, i);

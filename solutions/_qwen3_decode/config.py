@@ -64,11 +64,13 @@ class Qwen3Config:
                 raise ModelError(f"{name}={value!r} is not a positive number")
         if type(self.tie_word_embeddings) is not bool:
             raise ModelError(f"tie_word_embeddings={self.tie_word_embeddings!r}: true or false")
-        if self.dtype not in DTYPES:
+        if self.dtype not in tuple(DTYPES):
             raise ModelError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
         H, H_kv = self.num_attention_heads, self.num_key_value_heads
         if H % H_kv:
-            raise ModelError(f"num_attention_heads={H} is no multiple of num_key_value_heads={H_kv}")
+            raise ModelError(
+                f"num_attention_heads={H} is no multiple of num_key_value_heads={H_kv}"
+            )
         if self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} is odd: rotation pairs its halves")
         for token in self.stop_tokens:
@@ -122,13 +124,17 @@ def read_config(folder: Path) -> Qwen3Config:
     path = folder / "config.json"
     raw = read_json(path)
     for key, want in FIXED.items():
-        if raw.get(key, None if key == "model_type" else want) != want:
+        if (key == "model_type" or key in raw) and raw.get(key) != want:
             raise ModelError(f"{path}: {key}={raw.get(key)!r}, and only {want!r} is computed here")
-    for kind in raw.get("layer_types") or ():
-        if kind != "full_attention":
-            raise ModelError(f"{path}: a layer of {kind!r}, and only 'full_attention' is computed")
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ModelError(
+            f"{path}: layer_types={kinds!r}, and only 'full_attention' is computed here"
+        )
     # Transformers 4 wrote rope_theta, rope_scaling and torch_dtype, 5 writes the other names.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"{path}: rope_parameters={rope!r} is no object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ModelError(f"{path}: rope_type={kind!r}, and only 'default' is computed here")
@@ -151,7 +157,9 @@ def read_config(folder: Path) -> Qwen3Config:
 def stop_tokens(folder: Path, raw: Mapping) -> tuple[int, ...]:
     """Ids that end a text: generation_config.json's if it names any, else config.json's."""
     path = folder / "generation_config.json"
-    ids = (read_json(path) if path.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    ids = read_json(path).get("eos_token_id") if path.exists() else None
+    if ids is None:
+        ids = raw.get("eos_token_id")
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from .config import DTYPES, ModelError, read_json
+from .config import DTYPES, ModelError, read_config, read_json
 from .reference import forward, new_cache
 from .weights import Model, load_model, model_folder
 
@@ -36,7 +36,10 @@ def chat_template(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     template = read_json(path).get("chat_template") if path.exists() else None
     if isinstance(template, list):  # several, each with its name
-        template = {t["name"]: t["template"] for t in template}.get("default")
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{path}: chat_template is no text")
     return template
 
 
@@ -58,7 +61,7 @@ def as_chat(template: str, prompt: str) -> str:
         return world.from_string(template).render(
             messages=[{"role": "user", "content": prompt}], add_generation_prompt=True
         )
-    except TemplateError as why:
+    except Exception as why:  # a template is a program: it may fail in any way
         raise ModelError(f"the model's chat template fails: {why}") from None
 
 
@@ -122,6 +125,7 @@ def write(
         raise ModelError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     out = out or sys.stdout
     folder = model_folder(model)
+    room = read_config(folder).max_position_embeddings
     tokenizer, template = load_tokenizer(folder), chat_template(folder)
     ids = prompt_tokens(tokenizer, template, prompt)
     loaded = load_model(folder, dtype and DTYPES[dtype], lab.DEVICE.torch)
@@ -129,7 +133,10 @@ def write(
     if template is None:
         out.write(prompt)
     stream = DecodeStream(skip_special_tokens=True)  # holds back half a character
-    for token in new:
+    count = 0
+    for count, token in enumerate(new, 1):  # noqa: B007
         out.write(stream.step(tokenizer, token) or "")
         out.flush()
     out.write("\n")
+    if count < tokens and len(ids) + count > room:
+        print(f"(stopped: the model has {room} positions)", file=sys.stderr)

@@ -17,14 +17,14 @@ Source   Yang et al. 2025, arXiv:2505.09388 (Qwen3)
 
 from __future__ import annotations
 
-from solutions import rms_norm, rope, swiglu
-
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import embedding, linear
+
+from solutions import rms_norm, rope, swiglu
 
 from .config import ModelError, Qwen3Config
 from .weights import Layer, Model
@@ -52,7 +52,9 @@ def attention(
 ) -> Float[Tensor, "T H D"]:
     """Causal attention of the last T of S tokens, in Transformers' order of operations."""
     (T, H, D), S = q.shape, len(k)
-    k, v = (x.repeat_interleave(H // x.shape[1], dim=1).transpose(0, 1) for x in (k, v))  # [H, S, D]
+    k, v = (
+        x.repeat_interleave(H // x.shape[1], dim=1).transpose(0, 1) for x in (k, v)
+    )  # [H, S, D]
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * D**-0.5  # [H, T, S]
     position = torch.arange(S - T, S, device=q.device)
     future = torch.arange(S, device=q.device) > position[:, None]  # [T, S]
@@ -62,7 +64,13 @@ def attention(
 
 
 def layer_forward(
-    config: Qwen3Config, w: Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin: Tensor, start: int
+    config: Qwen3Config,
+    w: Layer,
+    x: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos_sin: Tensor,
+    start: int,
 ) -> Tensor:
     """One layer on x [T, hidden]; writes keys and values of these tokens into the layer's cache."""
     T, D, eps = len(x), config.head_dim, config.rms_norm_eps

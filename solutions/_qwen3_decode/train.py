@@ -15,7 +15,6 @@ tokenizer.json, tokenizer_config.json, and training.json with the loss curve.
 from __future__ import annotations
 
 import labkit as lab
-from solutions import rms_norm, rope, swiglu
 
 import argparse
 import hashlib
@@ -26,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -35,6 +34,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, dropout, embedding, linear
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from solutions import rms_norm, rope, swiglu
 
 from .config import ModelError, Qwen3Config
 from .weights import SINGLE, STD, Model, assemble, load_model, tensor_shapes
@@ -69,6 +70,9 @@ class Recipe:
     weight_decay: float = 0.1  # of matrices, not of gains
     dropout: float = 0.3  # of the embedding and of what each layer adds; in training only
     seed: int = 0
+
+
+RECIPE = Recipe()
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
@@ -111,7 +115,7 @@ def logits_of(model: Model, tokens: Tensor, p: float) -> Tensor:
         k = rms_norm.library(linear(h, w.k).view(B * T, -1, D), w.k_norm, eps)
         v = linear(h, w.v).view(B, T, -1, D).transpose(1, 2)  # [B, H_kv, T, D]
         q, k = (y.view(B, T, -1, D).transpose(1, 2) for y in rope.library(q, k, cos_sin, positions))
-        o = sdpa(q, k.to(v.dtype), v, is_causal=True, enable_gqa=True)
+        o = sdpa(q, k, v, is_causal=True, enable_gqa=True)
         x = x + dropout(linear(o.transpose(1, 2).flatten(2), w.o), p)
         h = rms_norm.library(x, w.post_norm, eps)
         h = linear(swiglu.library(linear(h, w.gate), linear(h, w.up)), w.down)
@@ -120,10 +124,9 @@ def logits_of(model: Model, tokens: Tensor, p: float) -> Tensor:
 
 
 def loss_of(model: Model, tokens: Tensor, p: float = 0.0, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats of tokens 1 … T of sequences [B, T + 1]; bf16 products on a GPU."""
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-        logits = logits_of(model, tokens[:, :-1], p)
-    return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+    """Cross-entropy in nats of tokens 1 … T of sequences [B, T + 1]."""
+    logits = logits_of(model, tokens[:, :-1], p).float().flatten(0, 1)
+    return cross_entropy(logits, tokens[:, 1:].flatten(), reduction=reduction)
 
 
 @torch.no_grad()
@@ -166,7 +169,9 @@ def fit(
     best, best_step, kept, curve, recent = math.inf, 0, {}, [], []
     for step in range(1, recipe.steps + 1):
         starts = torch.randint(len(learn) - T, (recipe.batch, 1), generator=draw).to(device)
-        loss = loss_of(model, learn[starts + torch.arange(T + 1, device=device)], recipe.dropout)
+        tokens = learn[starts + torch.arange(T + 1, device=device)]
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = loss_of(model, tokens, recipe.dropout)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(tensors.values(), 1.0)
@@ -197,7 +202,7 @@ def train(
     text: str,
     folder: Path,
     config: Qwen3Config = SMALL,
-    recipe: Recipe = Recipe(),  # noqa: B008: it is frozen
+    recipe: Recipe = RECIPE,
     say: Callable[[str], None] = print,
     device: str = lab.DEVICE.torch,
 ) -> dict:
@@ -208,6 +213,7 @@ def train(
     if folder.exists():
         raise ModelError(f"{folder}: already there; remove it first, or write to another folder")
     began = time.perf_counter()
+    where = lab.DEVICE.name if device == "cuda" else "CPU"
     split = round(len(text) * (1 - HELD_OUT))
     tokenizer = train_tokenizer(text[:split], config.vocab_size)
     learn, held_out = (
@@ -217,7 +223,7 @@ def train(
     if len(learn) <= config.max_position_embeddings or len(held_out) < 2:
         need = config.max_position_embeddings + 1
         raise ModelError(f"the text is too short: {len(learn)} tokens to learn from, {need} needed")
-    say(f"{len(learn)} tokens to learn from, {len(held_out)} held out, on {lab.DEVICE.name}")
+    say(f"{len(learn)} tokens to learn from, {len(held_out)} held out, on {where}")
     tensors, curve = fit(config, recipe, learn, held_out, say)
     record = {
         "text": {
@@ -231,7 +237,7 @@ def train(
         "weights": sum(x.numel() for x in tensors.values()),
         "best_step": min(curve, key=lambda point: point["held_out_loss"])["step"],
         "curve": curve,
-        "device": lab.DEVICE.name,
+        "device": where,
         "torch": torch.__version__,
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -294,10 +300,12 @@ def save(folder: Path, config: Qwen3Config, tensors: dict[str, Tensor], tokenize
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("text", type=Path, help="a text file in UTF-8, for instance tinyshakespeare")
+    parser.add_argument(
+        "text", type=Path, help="a text file in UTF-8, for instance tinyshakespeare"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="at most (%(default)s)")
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--steps", type=int, default=RECIPE.steps, help="at most (%(default)s)")
+    parser.add_argument("--seed", type=int, default=RECIPE.seed)
     options = parser.parse_args(arguments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts
     torch.use_deterministic_algorithms(True, warn_only=True)

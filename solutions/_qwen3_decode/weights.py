@@ -17,7 +17,6 @@ from .config import DTYPES, ModelError, Qwen3Config, read_config, read_json
 
 SMALL = Path(__file__).parent / "small"  # the model that ships with the lab, made by train.py
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HUB_FILES = ("*.safetensors", INDEX, "*.json", "*.jinja")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names
 STD = 0.02  # of random weights: initializer_range of Qwen3's config.json
@@ -130,7 +129,7 @@ def load_model(
     shards = [(path, open_shard(path, device)) for path in shard_paths(folder)]
     where = {}  # name of a tensor -> the shard that holds it
     for path, shard in shards:
-        for name in shard.keys():  # noqa: SIM118: a shard is no dict
+        for name in sorted(shard.keys()):
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue  # some files hold the embedding a second time
             check_tensor(path, name, shard.get_slice(name), shapes.get(name), config.dtype)
@@ -143,19 +142,26 @@ def load_model(
     return assemble(config, tensors)
 
 
+def shard_names(folder: Path) -> list[str]:
+    """Names of a folder's weight files, there or not: what the index says, or the single one."""
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return [SINGLE]
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ModelError(f"{folder / INDEX}: weight_map does not say which file holds which tensor")
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name:  # never outside the folder
+            raise ModelError(f"{folder / INDEX}: {name!r} is not a file of this folder")
+    return sorted(set(files.values()))
+
+
 def shard_paths(folder: Path) -> list[Path]:
     """The weight files of a folder. ModelError for one that is not there."""
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if not (folder / INDEX).exists():
-        raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
-    names = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-        raise ModelError(f"{folder / INDEX}: weight_map does not say which file holds which tensor")
-    paths = [folder / name for name in sorted(set(names.values()))]
+    paths = [folder / name for name in shard_names(folder)]
     for path in paths:
         if not path.is_file():
-            raise ModelError(f"{path}: missing shard, which {INDEX} names")
+            why = f"missing shard, which {INDEX} names" if path.name != SINGLE else "no such file"
+            raise ModelError(f"{path}: {why}")
     return paths
 
 
@@ -192,14 +198,36 @@ def model_folder(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     if not HUB_ID.fullmatch(model):
-        raise ModelError(f"model={model!r}: no such folder, and not a hub id such as Qwen/Qwen3-0.6B")
-    from huggingface_hub import snapshot_download
-
+        raise ModelError(f"model={model!r}: no such folder, and no hub id such as Qwen/Qwen3-0.6B")
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
-    # Whatever the HTTP library raises: their classes differ between releases.
-    except Exception as why:
+        return download(model)
+    except ModelError:
+        raise
+    except Exception as why:  # whatever the HTTP library raises; its classes change
         line = (str(why).strip() or type(why).__name__).splitlines()[0]
         raise ModelError(
             f"model={model!r}: no such folder, and the Hugging Face hub gave none: {line}"
         ) from None
+
+
+def download(model: str) -> Path:
+    """The folder of a hub id in the Hugging Face cache, with what of it is not there yet."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+
+    folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja"]))
+    read_config(folder)  # of another architecture, the weights are not wanted
+    # Since 1.18 the library starts a file that was interrupted from its beginning in the next run,
+    # and Qwen3-0.6B is a single file of 1.5 GB. So the part that came is kept beside it.
+    for name in shard_names(folder):
+        path, part = folder / name, folder / f"{name}.part"
+        with WeakFileLock(folder / f"{name}.lock"):  # two runs must not write one part
+            if path.exists():
+                continue
+            url = hf_hub_url(model, name, revision=folder.name)  # the folder's name is the commit
+            size, headers = get_hf_file_metadata(url).size, build_hf_headers()
+            with part.open("ab") as file:
+                http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size)
+            part.rename(path)
+    return folder
