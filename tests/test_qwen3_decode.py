@@ -75,11 +75,11 @@ def save_random(shape, dtype, folder):
     return folder
 
 
-def transformers_model(folder, how="eager"):
+def transformers_model(folder, how="eager", dtype="auto"):
     transformers = pytest.importorskip("transformers")
     # From disk: .to(bfloat16) would round the frequencies of the rotation too.
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=how, local_files_only=True
+        folder, attn_implementation=how, dtype=dtype, local_files_only=True
     ).eval()
 
 
@@ -89,11 +89,12 @@ def tokens_of(model, count, seed=0):
 
 
 @torch.no_grad()
-def both(folder, pieces, how="eager"):
+def both(folder, pieces, how="eager", dtype=None):
     """Logits of our reference and of Transformers for tokens that come in pieces of these sizes."""
     from transformers import DynamicCache
 
-    ours, theirs = weights.load_model(folder, device="cpu"), transformers_model(folder, how)
+    ours = weights.load_model(folder, dtype, "cpu")
+    theirs = transformers_model(folder, how, dtype or "auto")
     tokens, start, logits = tokens_of(ours, sum(pieces)), 0, ([], [])
     cache = reference.new_cache(ours.config, 64, ours.embed.dtype, "cpu")
     theirs_cache = DynamicCache(config=theirs.config)
@@ -138,6 +139,14 @@ def test_against_sdpa_only_attention_differs(dtype, tmp_path, monkeypatch):
 
     monkeypatch.setattr(reference, "attention", attention)
     ours, theirs = both(tmp_path, [40], "sdpa")
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_bits_are_equal_in_another_dtype_than_the_files(folder):
+    pytest.importorskip("transformers")
+    ours, theirs = both(folder, [30, 1, 1], dtype=torch.float32)
+    assert ours.dtype == torch.float32
     assert torch.equal(ours, theirs)
 
 

@@ -6,9 +6,13 @@
     logits = head · norm(x)
 
 The parts are the `library` functions of chapters 03, 04 and 05, so values are rounded where
-Transformers rounds them. On a CPU the logits have the bits of Qwen3ForCausalLM with
-attn_implementation="eager", in fp32 and in bf16. Its default, "sdpa", adds the same products up in
-tiles: there the last bits differ.
+Transformers rounds them. On a CPU, models loaded from the same file give the logits of
+Qwen3ForCausalLM with attn_implementation="eager" to the last bit, in fp32 and in bf16. Two things
+change last bits:
+- Transformers' default, "sdpa". Its kernel adds the products of attention up in another order, and
+  in bf16 it does not round scores on the way. With that kernel here, the bits are equal again.
+- Where weights lie in memory. BLAS begins its sums at another place when a matrix starts 8 bytes
+  past a multiple of 16; files mapped into memory do that, fresh tensors do not.
 
 Shapes   tokens [T] int64; caches [L, S, H_kv, D]: L layers of S slots, in each layer chapter 04's
          cache -> logits [T, V]
