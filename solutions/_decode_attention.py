@@ -94,7 +94,7 @@ def reference(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
 
 
 def library(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
-    """F.scaled_dot_product_attention with enable_gqa, and a mask for the contexts."""
+    """SDPA, mask: F.scaled_dot_product_attention with enable_gqa and a mask for the contexts."""
     if q.numel() == 0:
         return torch.empty_like(q)  # on a GPU, SDPA gives None
     inside = torch.arange(k.shape[1], device=k.device) < context_lens[:, None]  # [B, S]
@@ -561,8 +561,7 @@ def decode_attention_split_kernel(
 ):
     """Program (h, split, b) does what rung 2 does, for SPLIT keys of the context.
 
-    It leaves their softmax, and log2 of the sum of their exponentials: partial [B, H, splits, D]
-    and lse [B, H, splits].
+    It leaves their softmax in partial [B, H, splits, D], log2 of their sum in lse [B, H, splits].
     """
     h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = split * SPLIT
@@ -1524,6 +1523,65 @@ MERGE = lab.Exercise(
     ),
 )
 
+# Attempts not kept ---------------------------------------------------------------------------
+
+
+def decode_attention_wide(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """Rung 2 with four times as many keys in a tile."""
+    B, H, H_kv, S, D = check_args(q, k, v, context_lens, None, False)
+    lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
+    o = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    if o.numel() > 0:
+        decode_attention_grouped_kernel[(H_kv, B)](
+            q,
+            k,
+            v,
+            context_lens,
+            o,
+            D**-0.5 * LOG2_E,
+            S,
+            H_KV=H_kv,
+            G=H // H_kv,
+            D=D,
+            BLOCK_D=triton.next_power_of_2(D),
+            TILE=4 * TILE,
+            num_warps=WARPS,
+        )
+    return o
+
+
+def decode_attention_more_splits(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
+    """Rung 4 with eight programs for every kv head, however many there are."""
+    B, H, H_kv, S, D = check_args(q, k, v, context_lens, None, False)
+    lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
+    o = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    splits, BLOCK_D = 8, triton.next_power_of_2(D)
+    if o.numel() > 0:
+        workspace = new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
+        decode_attention_fused_kernel[(H_kv, splits, B)](
+            q,
+            k,
+            v,
+            context_lens,
+            o,
+            *workspace,
+            D**-0.5 * LOG2_E,
+            S,
+            splits,
+            H_KV=H_kv,
+            G=H // H_kv,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            LEAST=LEAST,
+            UNROLL=UNROLL,
+            ROWS=rows(BLOCK_D, q.itemsize, WARPS),
+            MERGE_UNROLL=MERGE_UNROLL,
+            MERGE_ROWS=rows(BLOCK_D, 4, WARPS),
+            num_warps=WARPS,
+        )
+    return o
+
+
 LADDER = lab.Ladder(
     DECODE_ATTENTION,
     (
@@ -1534,6 +1592,23 @@ LADDER = lab.Ladder(
         lab.Rung(decode_attention_pipelined, "cuda", simulates=False),
     ),
     exercises=(GROUPED, MERGE),
+    rejected=(
+        lab.Rejected(
+            decode_attention_wide,
+            against="decode_attention_grouped",
+            attempt="rung 2 with tiles of 256 keys instead of 64",
+            expected="four times the bytes under way in a program: 30 to 50 % less time",
+            cause="TODO(cause)",
+        ),
+        lab.Rejected(
+            decode_attention_more_splits,
+            against="decode_attention_fused",
+            attempt="rung 4 with eight programs for every kv head, also where the chip is full",
+            expected="the last SMs to finish wait for a shorter program, and merging is cheap: "
+            "3 to 5 % less time",
+            cause="TODO(cause)",
+        ),
+    ),
 )
 
 # The op --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from tokenizers import Tokenizer
@@ -108,14 +107,8 @@ def _greedy(model: Model, tokens: Sequence[int], count: int, S: int) -> Iterator
         yield tokens[0]
 
 
-def write(
-    prompt: str,
-    model: str = "small",
-    tokens: int = 100,
-    dtype: str | None = None,
-    out: TextIO | None = None,
-) -> None:
-    """Write the model's text to `out` (stdout) as it comes: what `lab generate` does.
+def write(prompt: str, model: str = "small", tokens: int = 100, dtype: str | None = None) -> None:
+    """Print the model's text as it comes: what `lab generate` does.
 
     `model` is "small", a folder or a hub id. A model without a chat template goes on with the
     prompt; one with a template answers it. `tokens` is how many at most. `dtype` is a name of
@@ -123,20 +116,17 @@ def write(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    out = out or sys.stdout
     folder = model_folder(model)
     room = read_config(folder).max_position_embeddings
     tokenizer, template = load_tokenizer(folder), chat_template(folder)
     ids = prompt_tokens(tokenizer, template, prompt)
     loaded = load_model(folder, dtype and DTYPES[dtype], lab.DEVICE.torch)
     new = greedy(loaded, ids, tokens)
-    if template is None:
-        out.write(prompt)
+    print(prompt if template is None else "", end="", flush=True)
     stream = DecodeStream(skip_special_tokens=True)  # holds back half a character
     count = 0
     for count, token in enumerate(new, 1):  # noqa: B007
-        out.write(stream.step(tokenizer, token) or "")
-        out.flush()
-    out.write("\n")
+        print(stream.step(tokenizer, token) or "", end="", flush=True)
+    print()
     if count < tokens and len(ids) + count > room:
         print(f"(stopped: the model has {room} positions)", file=sys.stderr)

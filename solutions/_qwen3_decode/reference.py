@@ -9,10 +9,10 @@ The parts are the `library` functions of chapters 03, 04 and 05, so values are r
 Transformers rounds them. On a CPU, models loaded from the same file give the logits of
 Qwen3ForCausalLM with attn_implementation="eager" to the last bit, in fp32 and in bf16. Two things
 change last bits:
-- Transformers' default, "sdpa". Its kernel adds the products of attention up in another order, and
-  in bf16 it does not round scores on the way. With that kernel here, the bits are equal again.
-- Where weights lie in memory. BLAS begins its sums at another place when a matrix starts 8 bytes
-  past a multiple of 16; files mapped into memory do that, fresh tensors do not.
+- Transformers' default, "sdpa": its kernel adds attention up, and rounds it, in another order. With
+  that kernel in place of `attention` the bits are equal again.
+- Where weights lie in memory. In fp32, an LM head of 151,936 rows that starts 8 bytes past a
+  multiple of 16, as in a mapped file, has other last bits than one that starts at a multiple.
 
 Shapes   tokens [T] int64; caches [L, S, H_kv, D]: L layers of S slots, in each layer chapter 04's
          cache -> logits [T, V]
@@ -56,9 +56,8 @@ def attention(
 ) -> Float[Tensor, "T H D"]:
     """Causal attention of the last T of S tokens, in Transformers' order of operations."""
     (T, H, D), S = q.shape, len(k)
-    k, v = (
-        x.repeat_interleave(H // x.shape[1], dim=1).transpose(0, 1) for x in (k, v)
-    )  # [H, S, D]
+    group = H // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))  # [H, S, D]
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * D**-0.5  # [H, T, S]
     position = torch.arange(S - T, S, device=q.device)
     future = torch.arange(S, device=q.device) > position[:, None]  # [T, S]

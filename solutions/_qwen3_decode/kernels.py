@@ -1,0 +1,726 @@
+"""The kernels of one decode step: a token of Qwen3 at batch 1, five launches a layer and the head.
+
+    norm_gemv       y = W · norm(x)                         x is the token's embedding in layer 0
+    attention       o = attention(rope(norm(q)), K, V)      writes the new row of K and V
+    gemv_residual   x = x + W · h                           the o and the down projection
+    norm_gate_up    y = silu(G · h) · (U · h), h = norm(x)
+    norm_head       logits = W · norm(x), and the next token: the largest of them
+
+The functions below check their arguments and return a `Launch`; nothing is launched, allocated or
+copied by them. The memory is the caller's, and the same in every step.
+
+Rounding. What Transformers writes to memory is rounded to bfloat16 here too: norm(x) before the
+gain and after it, every projection, q and k after norm, after each product of the rotation and
+after its sum, o, silu(gate), silu(gate) · up, both residual sums, and the logits. Sums, softmax
+and its weights stay in float32 (attention's weights, too: that is how SDPA does it).
+
+Dependent launch. With `programmatic`, a kernel starts while the one before it still works. So each
+asks for its weights first, into registers, then waits for the kernel before it, then reads what
+that one wrote. When it lets the next kernel start, it has waited itself: whatever ran before the
+kernel before is finished. So before its wait, a kernel may read all but the output of its direct
+predecessor: weights, gains, the rotation's table, the position, older rows of K and V. It may
+write nothing. Below sm_90 nothing of this exists, and the order of loads stays the same.
+
+Shapes   x [hidden], qkv [(H + 2·H_kv)·D], o [H·D], y [intermediate], logits [V]: one token
+         weights [out, in]; k_cache, v_cache [S, H_kv, D]; cos_sin [S, D] float32, as in chapter 04
+         tokens [S + 1] int32: the token at each position; position [1] int32: that of this step
+Cost     every weight once, and K and V up to the position
+Source   Programmatic dependent launch: CUDA C++ Programming Guide 13
+"""
+
+from __future__ import annotations
+
+import labkit as lab
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import ModelError
+
+WARP = 32
+PACK = 8  # bfloat16 numbers in 16 bytes, the widest load a thread can issue
+PIECE = WARP * PACK  # columns of a row for which a warp needs one load
+WARPS = 8  # of a block, in all kernels but the head
+# Rows of W in a warp, at hidden size 1,024, four loads a row: few enough for registers to hold them
+# all while the kernel before runs, many enough that x is read and normed by few warps.
+QKV_ROWS, PAIRS, HEAD_ROWS = 4, 3, 2
+HEAD_WARPS = 12  # one block an SM, two rows under way and two in use in each warp
+MOST_PACKS = 8  # loads a row in a lane; more do not fit in registers
+SHARES = (2, 4, 8, 1)  # warps that share a row of the o and the down projection: the first that fits
+SHARE_PACKS = 6  # loads a row in a lane there
+LOADS = 4  # vectors of K, and of V, of a tile in a lane of attention
+MOST_SPLITS = 16  # blocks that share a context: with 8 kv heads, one for nearly every SM of an H200
+HEAD_SIZES, GROUPS = (64, 128), (1, 2, 4)
+LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x only
+
+SOURCE = r"""
+#include <cuda_bf16.h>
+#include <math_constants.h>
+typedef __nv_bfloat16 bf16;
+
+// What comes before this runs while the kernel before still works; what comes after sees all that
+// it wrote. Only then may the next kernel start: so at most two are at work at once.
+__device__ void previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+    __syncwarp();  // on any chip, the compiler moves no load past this
+}
+
+// 16 bytes that are used once, so they take no room in L1. Not ld.global.nc: the assembler moves
+// such loads down, behind the wait. These stay where they are.
+__device__ uint4 stream(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
+// 16 bytes that all warps of a block read, so that L1 is where most of them find it.
+__device__ uint4 shared_load(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
+__device__ float rounded(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
+
+// A bfloat16 is the upper half of the same float32: a shift or a mask converts it.
+__device__ void unpack(uint4 from, float (&v)[8]) {
+    const unsigned word[4] = {from.x, from.y, from.z, from.w};
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[2 * i] = __uint_as_float(word[i] << 16);
+        v[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
+    }
+}
+
+// Of numbers that are rounded already.
+__device__ uint4 pack(const float (&v)[8]) {
+    unsigned word[4];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+        word[i] = __float_as_uint(v[2 * i]) >> 16 | __float_as_uint(v[2 * i + 1]);
+    return {word[0], word[1], word[2], word[3]};
+}
+
+__device__ float dot(uint4 a, const float (&x)[8], float sum) {
+    float v[8];
+    unpack(a, v);
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(v[i], x[i], sum);
+    return sum;
+}
+
+__device__ uint4 choose(bool first, uint4 a, uint4 b) {
+    return {first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w};
+}
+
+// The sum over LANES neighbouring lanes, in all of them.
+template <int LANES> __device__ float sum_over(float v) {
+    #pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
+
+// RMSNorm rounds twice: x / rms, and the product with the gain.
+__device__ void normed(uint4 x, uint4 gain, float rstd, float (&h)[8]) {
+    float g[8];
+    unpack(x, h);
+    unpack(gain, g);
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) h[i] = rounded(g[i] * rounded(h[i] * rstd));
+}
+
+// 1 / rms of a row of which a lane has PACKS packs.
+template <int PACKS, int LANES> __device__ float rstd_of(const uint4 (&x)[PACKS], float eps) {
+    float sum = 0;
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+        float v[8];
+        unpack(x[i], v);
+        sum = dot(x[i], v, sum);
+    }
+    return rsqrtf(sum_over<LANES>(sum) / (8 * PACKS * LANES) + eps);
+}
+
+// What a lane has of a row: packs lane, lane + 32, ... of it.
+template <int PACKS> __device__ void load_row(uint4 (&x)[PACKS], const uint4* row, int lane) {
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) x[i] = row[lane + 32 * i];
+}
+// The same of ROWS rows of w from `row` on. Past the last, that one is read again.
+template <int ROWS, int PACKS>
+__device__ void stream_rows(uint4 (&a)[ROWS][PACKS], const uint4* w, int row, int N, int lane) {
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i)
+            a[r][i] = stream(w + (long long)min(row + r, N - 1) * (32 * PACKS) + lane + 32 * i);
+}
+
+// Number `lane` of N that all lanes know.
+template <int N> __device__ float own(const float (&v)[N], int lane) {
+    float mine = v[0];
+    #pragma unroll
+    for (int i = 1; i < N; ++i) mine = lane == i ? v[i] : mine;
+    return mine;
+}
+
+// A warp computes ROWS numbers of y = W · norm(x). Each warp norms x for itself: that takes less
+// time than a barrier. EMBED: x is a row of the embedding, and is kept for the residual sum.
+template <int ROWS, int PACKS, bool EMBED, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, 2) norm_gemv_kernel(
+    uint4* x, const uint4* gain, const uint4* w, bf16* y, int N, float eps, const uint4* embed,
+    const int* tokens, const int* position) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = (blockIdx.x * WARPS + warp) * ROWS;
+    uint4 a[ROWS][PACKS], g[PACKS], b[PACKS];
+    stream_rows(a, w, row, N, lane);
+    load_row(g, gain, lane);
+    previous_kernel();
+    load_row(b, EMBED ? embed + (long long)tokens[*position] * (32 * PACKS) : x, lane);
+    if (EMBED && blockIdx.x == 0 && warp == 0)
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i) x[lane + 32 * i] = b[i];
+    const float rstd = rstd_of<PACKS, 32>(b, eps);
+    float sum[ROWS] = {};
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+        float h[8];
+        normed(b[i], g[i], rstd, h);
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) sum[r] = dot(a[r][i], h, sum[r]);
+    }
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r) sum[r] = sum_over<32>(sum[r]);
+    if (lane < ROWS && row + lane < N) y[row + lane] = bf16(own(sum, lane));
+}
+
+// The same for PAIRS rows of the gate, and as many of up, which begin at row N of w.
+template <int PAIRS, int PACKS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) norm_gate_up_kernel(
+    const uint4* x, const uint4* gain, const uint4* w, bf16* y, int N, float eps) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = (blockIdx.x * WARPS + warp) * PAIRS;
+    uint4 a[PAIRS][PACKS], b[PAIRS][PACKS], g[PACKS], v[PACKS];
+    stream_rows(a, w, row, N, lane);
+    stream_rows(b, w + (long long)N * (32 * PACKS), row, N, lane);
+    load_row(g, gain, lane);
+    previous_kernel();
+    load_row(v, x, lane);
+    const float rstd = rstd_of<PACKS, 32>(v, eps);
+    float gate[PAIRS] = {}, up[PAIRS] = {};
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+        float h[8];
+        normed(v[i], g[i], rstd, h);
+        #pragma unroll
+        for (int r = 0; r < PAIRS; ++r) {
+            gate[r] = dot(a[r][i], h, gate[r]);
+            up[r] = dot(b[r][i], h, up[r]);
+        }
+    }
+    #pragma unroll
+    for (int r = 0; r < PAIRS; ++r) {
+        gate[r] = sum_over<32>(gate[r]);
+        up[r] = sum_over<32>(up[r]);
+    }
+    if (lane < PAIRS && row + lane < N) {
+        const float z = rounded(own(gate, lane));
+        y[row + lane] = bf16(rounded(z / (1 + expf(-z))) * rounded(own(up, lane)));
+    }
+}
+
+// SHARE warps compute x[row] + w[row] · h, and put it in the place of x[row].
+template <int PACKS, int SHARE, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) gemv_residual_kernel(
+    const uint4* h, const uint4* w, bf16* x) {
+    constexpr int ROWS = WARPS / SHARE, STEP = 32 * SHARE;
+    __shared__ float part_s[WARPS];
+    const int tx = threadIdx.x, column = tx % STEP, first_row = blockIdx.x * ROWS;
+    const long long row = first_row + tx / STEP;
+    uint4 a[PACKS], b[PACKS];
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) a[i] = stream(w + row * (STEP * PACKS) + column + i * STEP);
+    previous_kernel();
+    const float before = tx < ROWS ? float(x[first_row + tx]) : 0;
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) b[i] = shared_load(h + column + i * STEP);
+    float sum = 0;
+    #pragma unroll
+    for (int i = PACKS - 1; i >= 0; --i) {  // from the last, so that all are asked for before
+        float v[8];
+        unpack(b[i], v);
+        sum = dot(a[i], v, sum);
+    }
+    sum = sum_over<32>(sum);
+    if (tx % 32 == 0) part_s[tx / 32] = sum;
+    __syncthreads();
+    if (tx < ROWS) {
+        float total = 0;
+        #pragma unroll
+        for (int i = 0; i < SHARE; ++i) total += part_s[tx * SHARE + i];
+        x[first_row + tx] = bf16(before + rounded(total));
+    }
+}
+
+// Norm and rotation of a head, of which each of LANES lanes has 8 columns. Column i turns with
+// i + D/2, which half as many lanes away has. `sine` is negative in the lower half.
+template <int LANES>
+__device__ void norm_rope(
+    uint4 x, uint4 gain, const float (&cosine)[8], const float (&sine)[8], float eps,
+    float (&y)[8]) {
+    const uint4 row[1] = {x};
+    float h[8], other[8];
+    normed(x, gain, rstd_of<1, LANES>(row, eps), h);
+    uint4 p = pack(h);
+    p.x = __shfl_xor_sync(~0u, p.x, LANES / 2);
+    p.y = __shfl_xor_sync(~0u, p.y, LANES / 2);
+    p.z = __shfl_xor_sync(~0u, p.z, LANES / 2);
+    p.w = __shfl_xor_sync(~0u, p.w, LANES / 2);
+    unpack(p, other);
+    #pragma unroll
+    for (int j = 0; j < 8; ++j)
+        y[j] = rounded(rounded(h[j] * cosine[j]) + rounded(other[j] * sine[j]));
+}
+
+// Block (head, split) attends for the G query heads of a kv head: to tile `split` of the context
+// and to every `used`-th after it. The last block of a head to finish merges the splits.
+//
+// LANES lanes make a team, which has one key at a time: 8 columns a lane. A tile is LOADS keys for
+// each team. Keys before the position come from the cache, before the kernel before has finished;
+// the key at the position comes from that kernel, and one team puts it into the cache.
+template <int D, int G, int LOADS, int SPLITS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, 2) attention_kernel(
+    const uint4* qkv, const uint4* q_gain, const uint4* k_gain, const float* cos_sin,
+    const int* position, uint4* k_cache, uint4* v_cache, bf16* o, float* partial, float* lse,
+    unsigned* counters, float scale, float eps) {
+    constexpr int LANES = D / 8, TEAMS = 32 * WARPS / LANES, TILE = LOADS * TEAMS;
+    const int head = blockIdx.x, heads = gridDim.x, split = blockIdx.y;
+    const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
+    const int pos = __ldcg(position);  // written by the last kernel of the step before
+    const int tiles = pos / TILE + 1, used = min((int)gridDim.y, tiles);
+    if (split >= used) return;
+
+    uint4 k[LOADS], v[LOADS];
+    auto place = [&](int key) { return ((long long)key * heads + head) * LANES + lane; };
+    auto load = [&](int tile, uint4 (&k)[LOADS], uint4 (&v)[LOADS]) {
+        long long at[LOADS];
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u)  // what is past the end is not used, but must exist
+            at[u] = place(max(0, min(tile * TILE + u * TEAMS + team, pos - 1)));
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) k[u] = stream(k_cache + at[u]);
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) v[u] = stream(v_cache + at[u]);
+    };
+    load(split, k, v);
+    const uint4 q_gains = q_gain[lane], k_gains = k_gain[lane];
+    float cosine[8], sine[8];
+    #pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float* row = cos_sin + (long long)pos * D + lane % (LANES / 2) * 8 + j;
+        cosine[j] = rounded(row[0]);
+        sine[j] = lane < LANES / 2 ? -rounded(row[D / 2]) : rounded(row[D / 2]);
+    }
+    previous_kernel();
+
+    uint4 q_raw[G];
+    #pragma unroll
+    for (int g = 0; g < G; ++g) q_raw[g] = qkv[(head * G + g) * LANES + lane];
+    const uint4 k_raw = qkv[(heads * G + head) * LANES + lane];
+    const uint4 v_new = qkv[(heads * (G + 1) + head) * LANES + lane];
+    __syncwarp();  // all loads go out before the arithmetic
+    float q[G][8], turned[8];
+    #pragma unroll
+    for (int g = 0; g < G; ++g) {
+        norm_rope<LANES>(q_raw[g], q_gains, cosine, sine, eps, q[g]);
+        #pragma unroll
+        for (int j = 0; j < 8; ++j) q[g][j] *= scale;
+    }
+    norm_rope<LANES>(k_raw, k_gains, cosine, sine, eps, turned);
+    const uint4 k_new = pack(turned);
+    if (team == pos % TEAMS && split == pos / TILE % used) {
+        k_cache[place(pos)] = k_new;
+        v_cache[place(pos)] = v_new;
+    }
+
+    // Of the keys so far: the largest score m, the sum l of the weights 2^(score - m), the weighted
+    // sum of values. -1e30 is below every score, and unlike -inf it can be subtracted from itself.
+    float m[G], l[G] = {}, acc[G][8] = {};
+    #pragma unroll
+    for (int g = 0; g < G; ++g) m[g] = -1e30f;
+    #pragma unroll 1
+    for (int tile = split; tile < tiles; tile += used) {
+        uint4 k_next[LOADS] = {}, v_next[LOADS] = {};
+        if (tile + used < tiles) load(tile + used, k_next, v_next);
+        __syncwarp();  // these loads go out before the arithmetic
+        float p[G][LOADS];
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) {
+            const int key = tile * TILE + u * TEAMS + team;
+            k[u] = choose(key == pos, k_new, k[u]);
+            v[u] = choose(key == pos, v_new, choose(key < pos, v[u], {}));  // 0 · NaN would be NaN
+            #pragma unroll
+            for (int g = 0; g < G; ++g) p[g][u] = dot(k[u], q[g], 0);
+        }
+        #pragma unroll
+        for (int g = 0; g < G; ++g) {
+            float top = m[g], total = 0;
+            #pragma unroll
+            for (int u = 0; u < LOADS; ++u) {
+                p[g][u] = sum_over<LANES>(p[g][u]);
+                if (tile * TILE + u * TEAMS + team > pos) p[g][u] = -CUDART_INF_F;
+                top = fmaxf(top, p[g][u]);
+            }
+            const float alpha = exp2f(m[g] - top);
+            m[g] = top;
+            #pragma unroll
+            for (int j = 0; j < 8; ++j) acc[g][j] *= alpha;
+            #pragma unroll
+            for (int u = 0; u < LOADS; ++u) total += p[g][u] = exp2f(p[g][u] - top);
+            l[g] = fmaf(l[g], alpha, total);
+        }
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) {
+            float value[8];
+            unpack(v[u], value);
+            #pragma unroll
+            for (int g = 0; g < G; ++g)
+                #pragma unroll
+                for (int j = 0; j < 8; ++j) acc[g][j] = fmaf(p[g][u], value[j], acc[g][j]);
+            k[u] = k_next[u];
+            v[u] = v_next[u];
+        }
+    }
+
+    // The teams of the block become one.
+    __shared__ float m_s[TEAMS][G], l_s[TEAMS][G];
+    __shared__ __align__(16) float acc_s[TEAMS][G * D];
+    __shared__ bool last_s;
+    #pragma unroll
+    for (int g = 0; g < G; ++g) {
+        if (lane == 0) {
+            m_s[team][g] = m[g];
+            l_s[team][g] = l[g];
+        }
+        float4* to = reinterpret_cast<float4*>(acc_s[team] + g * D + lane * 8);
+        to[0] = make_float4(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
+        to[1] = make_float4(acc[g][4], acc[g][5], acc[g][6], acc[g][7]);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < G * D; i += 32 * WARPS) {
+        const int g = i / D;
+        float top = m_s[0][g], total = 0, y = 0;
+        #pragma unroll
+        for (int t = 1; t < TEAMS; ++t) top = fmaxf(top, m_s[t][g]);
+        #pragma unroll
+        for (int t = 0; t < TEAMS; ++t) {
+            const float weight = exp2f(m_s[t][g] - top);
+            total = fmaf(weight, l_s[t][g], total);
+            y = fmaf(weight, acc_s[t][i], y);
+        }
+        y /= total;
+        if (used == 1) o[head * G * D + i] = bf16(y);
+        else partial[(head * SPLITS + split) * G * D + i] = y;
+        if (used > 1 && i % D == 0) lse[(head * SPLITS + split) * G + g] = top + log2f(total);
+    }
+    if (used == 1) return;
+
+    // The last block of a head to come here merges the splits. The fence releases what the whole
+    // block has stored; the counter goes back to zero by itself.
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last_s = atomicInc(counters + head, used - 1) == used - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!last_s) return;
+    for (int i = threadIdx.x; i < G * D; i += 32 * WARPS) {
+        float score[SPLITS], part[SPLITS], top = -1e30f, total = 0, y = 0;
+        #pragma unroll
+        for (int s = 0; s < SPLITS; ++s) {  // all loads at once
+            const int at = head * SPLITS + min(s, used - 1);
+            score[s] = __ldcg(lse + at * G + i / D);
+            part[s] = __ldcg(partial + at * G * D + i);
+        }
+        #pragma unroll
+        for (int s = 0; s < SPLITS; ++s) {
+            if (s >= used) score[s] = -CUDART_INF_F;
+            top = fmaxf(top, score[s]);
+        }
+        #pragma unroll
+        for (int s = 0; s < SPLITS; ++s) {
+            const float weight = exp2f(score[s] - top);
+            total += weight;
+            y = fmaf(weight, part[s], y);
+        }
+        o[head * G * D + i] = bf16(y / total);
+    }
+}
+
+// A key that orders rows by their logit, and of equal ones the first row before the others, as
+// torch.argmax does. The sum with 0 makes -0 and 0 equal. No key is 0.
+__device__ unsigned long long rank_of(float logit, int row) {
+    const unsigned bits = __float_as_uint(logit + 0.0f);
+    const unsigned ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (unsigned long long)ordered << 32 | ~(unsigned)row;
+}
+
+// A warp computes logits of ROWS rows at a time, and has the next ones on their way meanwhile. The
+// last block to finish writes the next token and goes to the next position.
+template <int ROWS, int PACKS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) norm_head_kernel(
+    const uint4* x, const uint4* gain, const uint4* w, bf16* logits, int N, float eps,
+    unsigned long long* best, unsigned* counter, int* tokens, int* position) {
+    __shared__ unsigned long long best_s[WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = gridDim.x * WARPS * ROWS;
+    int row = (blockIdx.x * WARPS + warp) * ROWS;
+    uint4 even[ROWS][PACKS], odd[ROWS][PACKS], g[PACKS], b[PACKS];
+    stream_rows(even, w, row, N, lane);
+    if (row + step < N) stream_rows(odd, w, row + step, N, lane);
+    load_row(g, gain, lane);
+    previous_kernel();
+    load_row(b, x, lane);
+    const float rstd = rstd_of<PACKS, 32>(b, eps);
+    float h[PACKS][8];
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i) normed(b[i], g[i], rstd, h[i]);
+
+    unsigned long long top = 0;
+    auto turn = [&](uint4 (&a)[ROWS][PACKS]) {
+        float sum[ROWS] = {};
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i)
+            #pragma unroll
+            for (int r = 0; r < ROWS; ++r) sum[r] = dot(a[r][i], h[i], sum[r]);
+        // There is room for the rows after the next ones. Those are on their way.
+        if (row + 2 * step < N) stream_rows(a, w, row + 2 * step, N, lane);
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {  // a row read twice is the same row twice
+            sum[r] = rounded(sum_over<32>(sum[r]));
+            top = max(top, rank_of(sum[r], min(row + r, N - 1)));
+        }
+        if (lane < ROWS && row + lane < N) logits[row + lane] = bf16(own(sum, lane));
+        row += step;
+    };
+    #pragma unroll 1
+    while (row < N) {
+        turn(even);
+        if (row < N) turn(odd);
+    }
+    if (lane == 0) best_s[warp] = top;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        #pragma unroll
+        for (int i = 1; i < WARPS; ++i) top = max(top, best_s[i]);
+        atomicMax(best, top);
+        __threadfence();
+        if (atomicInc(counter, gridDim.x - 1) == gridDim.x - 1) {
+            __threadfence();
+            const int following = *position + 1;
+            tokens[following] = (int)~(unsigned)atomicExch(best, 0ull);  // 0 for the next step
+            *position = following;
+        }
+    }
+}
+"""
+
+
+@cache
+def cuda_kernel(name: str):
+    """The instance `name` of a template in SOURCE; what is launched is compiled."""
+    return lab.cuda_kernel(SOURCE, name)
+
+
+class Launch(NamedTuple):
+    """A kernel with all it needs: launched with the same memory again and again."""
+
+    kernel: object
+    grid: tuple[int, ...]
+    block: int
+    args: tuple
+
+    def __call__(self, *, programmatic: bool = False) -> None:
+        """Launch on torch's current stream; `programmatic`: it may start early. Needs a GPU."""
+        self.kernel.configure(self.grid, self.block, programmatic=programmatic)(*self.args)
+
+
+def blocks(n: int, size: int) -> tuple[int]:
+    """A grid of one dimension that covers n."""
+    return (-(-n // size),)
+
+
+def check(dtype: torch.dtype, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
+    """TypeError or ValueError unless each tensor has the dtype and its shape, as kernels read it."""
+    for name, (x, shape) in tensors.items():
+        lab.check_tensors(dtypes=(dtype,), **{name: x})
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be {shape}")
+        lab.check_contiguous(**{name: x})
+        if x.data_ptr() % 16:
+            raise ValueError(f"{name} begins at {x.data_ptr():#x}, must be at a multiple of 16")
+
+
+def packs_of(name: str, K: int) -> int:
+    """Loads that a lane needs for a row of K columns. ModelError if a warp cannot hold the row."""
+    if K % PIECE or K > MOST_PACKS * PIECE:
+        raise ModelError(f"{name}={K}: the kernels take multiples of {PIECE}, to {8 * PIECE}")
+    return K // PIECE
+
+
+def fewer(rows: int, packs: int) -> int:
+    """Rows of a warp: as many as at four loads a row, or fewer if rows are longer."""
+    return max(1, min(rows, 4 * rows // packs))
+
+
+def shares_of(name: str, K: int) -> tuple[int, int]:
+    """Warps that share a row of K columns, and loads of a lane. ModelError if there is no way."""
+    pieces, rest = divmod(K, PIECE)
+    for share in SHARES:
+        if not rest and pieces % share == 0 and 0 < pieces // share <= SHARE_PACKS:
+            return share, pieces // share
+    raise ModelError(f"{name}={K}: the kernels take multiples of {PIECE} that 2, 4 or 8 warps share")
+
+
+def norm_gemv(
+    x: Tensor,
+    gain: Tensor,
+    w: Tensor,
+    y: Tensor,
+    eps: float,
+    embed: Tensor,
+    tokens: Tensor,
+    position: Tensor,
+    *,
+    first: bool,
+) -> Launch:
+    """y = W · norm(x). In the first layer, x becomes the embedding of tokens[position]."""
+    K, N = x.numel(), y.numel()
+    packs = packs_of("hidden_size", K)
+    table = (embed, (len(embed), K))
+    check(torch.bfloat16, x=(x, (K,)), gain=(gain, (K,)), w=(w, (N, K)), y=(y, (N,)), embed=table)
+    check(torch.int32, tokens=(tokens, (tokens.numel(),)), position=(position, (1,)))
+    rows = fewer(QKV_ROWS, packs)
+    name = f"norm_gemv_kernel<{rows}, {packs}, {str(first).lower()}, {WARPS}>"
+    args = (x, gain, w, y, np.int32(N), np.float32(eps), embed, tokens, position)
+    return Launch(cuda_kernel(name), blocks(N, WARPS * rows), WARPS * WARP, args)
+
+
+def gemv_residual(h: Tensor, w: Tensor, x: Tensor, *, name: str) -> Launch:
+    """x = x + W · h, in place. `name` is that of the size of h, for messages."""
+    K, N = h.numel(), x.numel()
+    check(torch.bfloat16, h=(h, (K,)), w=(w, (N, K)), x=(x, (N,)))
+    share, packs = shares_of(name, K)
+    if N % (WARPS // share):
+        raise ValueError(f"{N=} must be a multiple of {WARPS // share}, the rows of a block")
+    kernel = cuda_kernel(f"gemv_residual_kernel<{packs}, {share}, {WARPS}>")
+    return Launch(kernel, blocks(N, WARPS // share), WARPS * WARP, (h, w, x))
+
+
+def norm_gate_up(x: Tensor, gain: Tensor, w: Tensor, y: Tensor, eps: float) -> Launch:
+    """y = silu(gate) · up of norm(x); w has the gate's rows before up's."""
+    K, N = x.numel(), y.numel()
+    packs = packs_of("hidden_size", K)
+    check(torch.bfloat16, x=(x, (K,)), gain=(gain, (K,)), w=(w, (2 * N, K)), y=(y, (N,)))
+    pairs = fewer(PAIRS, packs)
+    kernel = cuda_kernel(f"norm_gate_up_kernel<{pairs}, {packs}, {WARPS}>")
+    args = (x, gain, w, y, np.int32(N), np.float32(eps))
+    return Launch(kernel, blocks(N, WARPS * pairs), WARPS * WARP, args)
+
+
+class Partials(NamedTuple):
+    """Memory in which the blocks of an attention launch meet. Every launch leaves zeros behind."""
+
+    partial: Tensor  # [H_kv, MOST_SPLITS, G·D] float32
+    lse: Tensor  # [H_kv, MOST_SPLITS, G] float32
+    counters: Tensor  # [H_kv] int32, zeros
+
+
+def new_partials(H: int, H_kv: int, D: int, device: torch.device) -> Partials:
+    """Memory for `attention`, which all layers use one after another."""
+    shape = (H_kv, MOST_SPLITS, H // H_kv)
+    partial = torch.empty((*shape[:2], shape[2] * D), dtype=torch.float32, device=device)
+    lse = torch.empty(shape, dtype=torch.float32, device=device)
+    return Partials(partial, lse, torch.zeros(H_kv, dtype=torch.int32, device=device))
+
+
+def attention(
+    qkv: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    cos_sin: Tensor,
+    position: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    o: Tensor,
+    partials: Partials,
+    eps: float,
+    sms: int,
+) -> Launch:
+    """Attention of one token up to `position`, with norm, rotation and the cache's new row.
+
+    `sms` says how many blocks the chip runs at once.
+    """
+    S, H_kv, D = k_cache.shape
+    H = o.numel() // D
+    G = H // H_kv
+    if D not in HEAD_SIZES or G not in GROUPS or H != G * H_kv:
+        raise ModelError(
+            f"head_dim={D}, {H} heads, {H_kv} kv heads: the kernels take head_dim of {HEAD_SIZES} "
+            f"and groups of {GROUPS}"
+        )
+    rows = (k_cache, (S, H_kv, D)), (v_cache, (S, H_kv, D))
+    check(torch.bfloat16, qkv=(qkv, ((H + 2 * H_kv) * D,)), o=(o, (H * D,)))
+    check(torch.bfloat16, q_gain=(q_gain, (D,)), k_gain=(k_gain, (D,)))
+    check(torch.bfloat16, k_cache=rows[0], v_cache=rows[1])
+    check(torch.float32, cos_sin=(cos_sin, (len(cos_sin), D)))
+    check(torch.float32, partial=(partials.partial, (H_kv, MOST_SPLITS, G * D)))
+    check(torch.float32, lse=(partials.lse, (H_kv, MOST_SPLITS, G)))
+    check(torch.int32, position=(position, (1,)), counters=(partials.counters, (H_kv,)))
+    if len(cos_sin) < S:
+        raise ValueError(f"cos_sin has {len(cos_sin)} rows, the cache {S} slots")
+    tile = LOADS * WARPS * PIECE // D
+    splits = max(1, min(MOST_SPLITS, sms // H_kv, -(-S // tile)))
+    kernel = cuda_kernel(f"attention_kernel<{D}, {G}, {LOADS}, {MOST_SPLITS}, {WARPS}>")
+    memory = (qkv, q_gain, k_gain, cos_sin, position, k_cache, v_cache, o, *partials)
+    args = (*memory, np.float32(D**-0.5 * LOG2_E), np.float32(eps))
+    return Launch(kernel, (H_kv, splits), WARPS * WARP, args)
+
+
+def norm_head(
+    x: Tensor,
+    gain: Tensor,
+    w: Tensor,
+    logits: Tensor,
+    eps: float,
+    best: Tensor,
+    counter: Tensor,
+    tokens: Tensor,
+    position: Tensor,
+    sms: int,
+) -> Launch:
+    """logits = W · norm(x); the largest is the token at position + 1, and position moves there.
+
+    `best` [1] int64 and `counter` [1] int32 are zeros, and left so. tokens must have room.
+    """
+    K, N = x.numel(), logits.numel()
+    packs = packs_of("hidden_size", K)
+    check(torch.bfloat16, x=(x, (K,)), gain=(gain, (K,)), w=(w, (N, K)), logits=(logits, (N,)))
+    check(torch.int64, best=(best, (1,)))
+    check(torch.int32, counter=(counter, (1,)), position=(position, (1,)))
+    check(torch.int32, tokens=(tokens, (tokens.numel(),)))
+    rows = fewer(HEAD_ROWS, packs)
+    grid = (min(sms, *blocks(N, HEAD_WARPS * rows)),)
+    kernel = cuda_kernel(f"norm_head_kernel<{rows}, {packs}, {HEAD_WARPS}>")
+    args = (x, gain, w, logits, np.int32(N), np.float32(eps), best, counter, tokens, position)
+    return Launch(kernel, grid, HEAD_WARPS * WARP, args)
