@@ -82,14 +82,6 @@ __device__ uint4 stream(const uint4* from) {
     return v;
 }
 
-// 16 bytes that all warps of a block read, so that L1 is where most of them find it.
-__device__ uint4 shared_load(const uint4* from) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
-    return v;
-}
-
 __device__ float rounded(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
 
 // A bfloat16 is the upper half of the same float32: a shift or a mask converts it.
@@ -241,7 +233,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_gate_up_kernel(
 
 // SHARE warps compute x[row] + w[row] · h, and put it in the place of x[row].
 template <int PACKS, int SHARE, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS) gemv_residual_kernel(
+__global__ void __launch_bounds__(32 * WARPS, 2) gemv_residual_kernel(
     const uint4* h, const uint4* w, bf16* x) {
     constexpr int ROWS = WARPS / SHARE, STEP = 32 * SHARE;
     __shared__ float part_s[WARPS];
@@ -250,13 +242,14 @@ __global__ void __launch_bounds__(32 * WARPS) gemv_residual_kernel(
     uint4 a[PACKS], b[PACKS];
     #pragma unroll
     for (int i = 0; i < PACKS; ++i) a[i] = stream(w + row * (STEP * PACKS) + column + i * STEP);
+    // Not of the kernel before, but of the one before that. L1 may still have what was there then.
+    const float before = __bfloat162float(__ldcg(x + first_row + tx % ROWS));
     previous_kernel();
-    const float before = tx < ROWS ? float(x[first_row + tx]) : 0;
     #pragma unroll
-    for (int i = 0; i < PACKS; ++i) b[i] = shared_load(h + column + i * STEP);
+    for (int i = 0; i < PACKS; ++i) b[i] = h[column + i * STEP];
     float sum = 0;
     #pragma unroll
-    for (int i = PACKS - 1; i >= 0; --i) {  // from the last, so that all are asked for before
+    for (int i = 0; i < PACKS; ++i) {
         float v[8];
         unpack(b[i], v);
         sum = dot(a[i], v, sum);
