@@ -12,7 +12,7 @@ from __future__ import annotations
 from labkit.check import dtype_name, error_over_allowed
 from labkit.device import DEVICE, SIMULATED
 from labkit.ladder import Rung, find
-from labkit.problem import Problem, Work
+from labkit.problem import Problem, Work, cloned
 from labkit.results import Timing, results
 
 import random
@@ -86,7 +86,7 @@ def measure(
         copied = {
             n for n, (kind, _) in versions.items() if kind == "peer" or work.bytes < COPY_BELOW
         }
-        copies = {n: tuple(map(_copy, inputs)) for n in copied}
+        copies = {n: cloned(inputs) for n in copied}
         calls = {n: partial(fn, *copies.get(n, inputs)) for n, (_, fn) in versions.items()}
         times = interleaved(calls, runs)
     source = f"measured on {DEVICE.name}, {time.strftime('%Y-%m-%d')}"
@@ -171,15 +171,11 @@ def captured(fn: Callable, inputs: list[tuple], calls: int = 1) -> torch.cuda.CU
 def _in_graphs(functions: Mapping[str, Callable], inputs: tuple, work: Work, runs: int) -> dict:
     """Seconds per call of `runs` replays of a graph of each function; see `Problem.timing`."""
     sets = max(2, -(-ROTATED_BYTES // work.bytes))
-    sets = [inputs] + [tuple(map(_copy, inputs)) for _ in range(sets - 1)]
+    sets = [inputs] + [cloned(inputs) for _ in range(sets - 1)]
     calls = len(sets) * -(-GRAPH_CALLS // len(sets))
     graphs = {name: captured(fn, sets, calls) for name, fn in functions.items()}
     times = interleaved({name: graph.replay for name, graph in graphs.items()}, runs)
     return {name: [t / calls for t in took] for name, took in times.items()}
-
-
-def _copy(value):
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _peak_memory(fn: Callable, inputs: tuple) -> int:

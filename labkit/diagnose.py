@@ -131,10 +131,11 @@ def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:
         )
         beyond = hit.side == "after" and hit.distance == 0 and hit.count > 1
         return ("missing tail guard" if beyond else "out-of-bounds store"), text
-    names = list(inspect.signature(case.problem.library).parameters)
-    changed = [i for i in run.changed if names[i] not in case.problem.mutates]
+    names = case.problem.mutates and list(inspect.signature(case.problem.library).parameters)
+    allowed = [names.index(m) for m in case.problem.mutates]
+    changed = [i for i in run.changed if i not in allowed]
     if changed:
-        return "modifies its input", f"{names[changed[0]]} is not what it was before the call"
+        return "modifies its input", f"input {changed[0]} is not what it was before the call"
     for i, got in enumerate(run.outputs):
         left = unwritten(got)
         if not left.any():

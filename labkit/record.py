@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "triton", "numba", "numba-cuda", "cuda-core", "numpy")
-PEERS = ("liger-kernel", "flashinfer-python", "cupy-cuda13x")
+PEERS = ("liger-kernel", "flashinfer-python", "cupy-cuda13x", "torchao")
 
 
 @dataclass(frozen=True)
