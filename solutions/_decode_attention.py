@@ -43,15 +43,14 @@ LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x
 NEG_INF = -math.inf
 LOWEST = tl.constexpr(-1e30)  # below every score, and unlike -inf it can be subtracted from itself
 MAX_GROUP = 16  # query heads of a program; their sums must fit in registers
-# Rung 4: a thread asks for 4 vectors of keys and 4 of values at once, a program for 32 KiB. Two
-# programs keep the 64 KiB in flight that an SM needs for its share of the bandwidth.
+# Rung 4: a thread asks for 4 vectors of keys and 4 of values at once, a program for 32 KiB. Those
+# and the round before are the 64 KiB in flight that an SM needs for its share of the bandwidth.
 WARPS, UNROLL = 8, 4
-PROGRAMS_PER_SM = 2
 LEAST = 32  # keys of a program; below that, merging costs more than it saves
 MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
 # Rung 5: a lane copies LOADS vectors of keys and as many of values for each of STAGES tiles. With
-# 4 warps a tile is 16 KiB; two are under way while a third is used, in each of a few blocks per SM.
-BLOCK_WARPS, LOADS, STAGES = 4, 4, 3
+# 8 warps a tile is 32 KiB; the next is on its way while one is waited for or used.
+BLOCK_WARPS, LOADS, STAGES = 8, 4, 2
 RING_BYTES = STAGES * 2 * LOADS * BLOCK_WARPS * WARP * VECTOR_BYTES
 HEAD_SIZES, GROUPS = (64, 128), (1, 2, 4, 8)  # that rung 5 is written for
 MAX_SLOTS = 2**31 - 1  # it counts them in 32 bits
@@ -138,7 +137,7 @@ def quietly(kernel, *args: Tensor) -> Tensor:
         return kernel(*args).double()
 
 
-SMALL = {"B": 2, "H": 4, "H_kv": 2, "S": 150, "D": 8, "ragged": 1}
+SMALL = {"B": 2, "H": 2, "H_kv": 1, "S": 90, "D": 8, "ragged": 1}
 
 
 def large_scores(kernel) -> str | None:
@@ -182,7 +181,7 @@ def given_memory(kernel) -> str | None:
         q, k, v, context_lens = inputs(torch.float32, seed=1, **{**SMALL, "H_kv": H_kv})
         wanted, out = kernel(q, k, v, context_lens), torch.empty_like(q)
         workspace = decode_attention_workspace(q, k)
-        for call in range(3):
+        for call in range(2):
             got = kernel(q, k, v, context_lens, out=out.fill_(7.0), workspace=workspace)
             if got is not out or not torch.equal(out, wanted):
                 return f"call {call} with `out` and `workspace` differs from a call without"
@@ -280,12 +279,12 @@ DECODE_ATTENTION = lab.Problem(
     terms=lambda B, H, H_kv, S, D, ragged=0: S + D,
     # One key; fewer keys than a warp has lanes, a tile and one beside, several splits and a rest;
     # one query head to a kv head, three (no power of two); D no power of two; one kv head for all;
-    # a head size that the C++ kernel takes.
+    # a head size that the C++ kernel takes. The last is run most often.
     test_sizes=(
-        *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 8), (2, 4, 2, 64, 8), (1, 6, 2, 65, 12)),
-        *sizes((2, 4, 2, 300, 8), (3, 3, 1, 130, 8), (2, 4, 2, 521, 8), ragged=1),
-        *sizes((1, 4, 2, 777, 8), (1, 2, 1, 40, 64)),
-        *sizes((2, 4, 2, 270, 8), ragged=1),
+        *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 8), (1, 2, 1, 64, 8), (1, 6, 2, 65, 12)),
+        *sizes((2, 4, 2, 300, 8), (3, 2, 2, 130, 8), (2, 3, 1, 521, 8), ragged=1),
+        *sizes((1, 2, 1, 777, 8), (1, 2, 1, 40, 64)),
+        *sizes((2, 2, 1, 75, 8), ragged=1),
     ),
     empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 16},
     huge_size={"B": 2, "H": 64, "H_kv": 64, "S": 2**18 + 1, "D": 128},
@@ -712,8 +711,12 @@ def zero_counters(count: int, device: torch.device) -> Tensor:
 
 
 def splits_for(B: int, H_kv: int, max_context: int) -> int:
-    """Programs that share a context: enough in all to fill the chip, none with little to do."""
-    room = PROGRAMS_PER_SM * SMS // max(1, B * H_kv)
+    """Programs that share a context: in all no more than SMs, and none with little to do.
+
+    One program asks for enough to keep its SM's share of the bandwidth busy. Two would take turns,
+    and leave twice as many results to merge.
+    """
+    room = SMS // max(1, B * H_kv)
     return max(1, min(room, triton.cdiv(max_context, LEAST)))
 
 

@@ -46,12 +46,19 @@ WARP = 32
 PACK = 8  # bfloat16 numbers in 16 bytes, the widest load a thread can issue
 PIECE = WARP * PACK  # columns of a row for which a warp needs one load
 WARPS = 8  # of a block, in all kernels but the head
-# Rows of W in a warp, at hidden size 1,024, four loads a row: few enough for registers to hold them
-# all while the kernel before runs, many enough that x is read and normed by few warps.
+# Rows of W in a warp. Its registers hold all of them before the wait, and beside the blocks of one
+# kernel, those of the next must fit into an SM's 65,536 registers, or its loads come late: hence
+# these, and the limits of __launch_bounds__ and __maxnreg__ below. Fewer warps also norm x fewer
+# times.
 QKV_ROWS, PAIRS, HEAD_ROWS = 4, 3, 2
 HEAD_WARPS = 12  # one block an SM, two rows under way and two in use in each warp
-MOST_PACKS = 8  # loads a row in a lane; more do not fit in registers
-SHARES = (2, 4, 8, 1)  # warps that share a row of the o and the down projection: the first that fits
+MOST_PACKS = 4  # loads a row in a lane: with more, that many rows do not fit in registers
+SHARES = (
+    2,
+    4,
+    8,
+    1,
+)  # warps that share a row of the o and the down projection: the first that fits
 SHARE_PACKS = 6  # loads a row in a lane there
 LOADS = 4  # vectors of K, and of V, of a tile in a lane of attention
 MOST_SPLITS = 16  # blocks that share a context: with 8 kv heads, one for nearly every SM of an H200
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2) norm_gemv_kernel(
 
 // The same for PAIRS rows of the gate, and as many of up, which begin at row N of w.
 template <int PAIRS, int PACKS, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS) norm_gate_up_kernel(
+__global__ void __maxnreg__(160) norm_gate_up_kernel(
     const uint4* x, const uint4* gain, const uint4* w, bf16* y, int N, float eps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = (blockIdx.x * WARPS + warp) * PAIRS;
@@ -330,7 +337,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2) attention_kernel(
     #pragma unroll
     for (int g = 0; g < G; ++g) q_raw[g] = qkv[(head * G + g) * LANES + lane];
     const uint4 k_raw = qkv[(heads * G + head) * LANES + lane];
-    const uint4 v_new = qkv[(heads * (G + 1) + head) * LANES + lane];
+    const uint4 v_new = stream(qkv + (heads * (G + 1) + head) * LANES + lane);
     __syncwarp();  // all loads go out before the arithmetic
     float q[G][8], turned[8];
     #pragma unroll
@@ -351,17 +358,16 @@ __global__ void __launch_bounds__(32 * WARPS, 2) attention_kernel(
     float m[G], l[G] = {}, acc[G][8] = {};
     #pragma unroll
     for (int g = 0; g < G; ++g) m[g] = -1e30f;
-    #pragma unroll 1
-    for (int tile = split; tile < tiles; tile += used) {
-        uint4 k_next[LOADS] = {}, v_next[LOADS] = {};
-        if (tile + used < tiles) load(tile + used, k_next, v_next);
-        __syncwarp();  // these loads go out before the arithmetic
+    auto use = [&](int tile, bool last) {  // only the last of all tiles has keys from `pos` on
         float p[G][LOADS];
         #pragma unroll
         for (int u = 0; u < LOADS; ++u) {
             const int key = tile * TILE + u * TEAMS + team;
-            k[u] = choose(key == pos, k_new, k[u]);
-            v[u] = choose(key == pos, v_new, choose(key < pos, v[u], {}));  // 0 · NaN would be NaN
+            if (last) {
+                k[u] = choose(key == pos, k_new, k[u]);
+                v[u] = choose(key == pos, v_new, v[u]);
+                v[u] = choose(key > pos, {}, v[u]);  // 0 times whatever is there could be NaN
+            }
             #pragma unroll
             for (int g = 0; g < G; ++g) p[g][u] = dot(k[u], q[g], 0);
         }
@@ -371,7 +377,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2) attention_kernel(
             #pragma unroll
             for (int u = 0; u < LOADS; ++u) {
                 p[g][u] = sum_over<LANES>(p[g][u]);
-                if (tile * TILE + u * TEAMS + team > pos) p[g][u] = -CUDART_INF_F;
+                if (last && tile * TILE + u * TEAMS + team > pos) p[g][u] = -CUDART_INF_F;
                 top = fmaxf(top, p[g][u]);
             }
             const float alpha = exp2f(m[g] - top);
@@ -390,10 +396,21 @@ __global__ void __launch_bounds__(32 * WARPS, 2) attention_kernel(
             for (int g = 0; g < G; ++g)
                 #pragma unroll
                 for (int j = 0; j < 8; ++j) acc[g][j] = fmaf(p[g][u], value[j], acc[g][j]);
+        }
+    };
+    int tile = split;
+    #pragma unroll 1
+    for (; tile + used < tiles; tile += used) {
+        uint4 k_next[LOADS], v_next[LOADS];
+        load(tile + used, k_next, v_next);  // under way during most of what follows
+        use(tile, false);
+        #pragma unroll
+        for (int u = 0; u < LOADS; ++u) {
             k[u] = k_next[u];
             v[u] = v_next[u];
         }
     }
+    use(tile, tile == tiles - 1);
 
     // The teams of the block become one.
     __shared__ float m_s[TEAMS][G], l_s[TEAMS][G];
@@ -530,9 +547,9 @@ __global__ void __launch_bounds__(32 * WARPS) norm_head_kernel(
 
 
 @cache
-def cuda_kernel(name: str):
+def cuda_kernel(name: str, **options):
     """The instance `name` of a template in SOURCE; what is launched is compiled."""
-    return lab.cuda_kernel(SOURCE, name)
+    return lab.cuda_kernel(SOURCE, name, options=options)
 
 
 class Launch(NamedTuple):
@@ -554,7 +571,7 @@ def blocks(n: int, size: int) -> tuple[int]:
 
 
 def check(dtype: torch.dtype, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
-    """TypeError or ValueError unless each tensor has the dtype and its shape, as kernels read it."""
+    """TypeError or ValueError unless each tensor has the dtype, its shape, and whole vectors."""
     for name, (x, shape) in tensors.items():
         lab.check_tensors(dtypes=(dtype,), **{name: x})
         if tuple(x.shape) != shape:
@@ -567,13 +584,9 @@ def check(dtype: torch.dtype, **tensors: tuple[Tensor, tuple[int, ...]]) -> None
 def packs_of(name: str, K: int) -> int:
     """Loads that a lane needs for a row of K columns. ModelError if a warp cannot hold the row."""
     if K % PIECE or K > MOST_PACKS * PIECE:
-        raise ModelError(f"{name}={K}: the kernels take multiples of {PIECE}, to {8 * PIECE}")
+        most = MOST_PACKS * PIECE
+        raise ModelError(f"{name}={K}: the kernels take multiples of {PIECE} up to {most}")
     return K // PIECE
-
-
-def fewer(rows: int, packs: int) -> int:
-    """Rows of a warp: as many as at four loads a row, or fewer if rows are longer."""
-    return max(1, min(rows, 4 * rows // packs))
 
 
 def shares_of(name: str, K: int) -> tuple[int, int]:
@@ -582,7 +595,9 @@ def shares_of(name: str, K: int) -> tuple[int, int]:
     for share in SHARES:
         if not rest and pieces % share == 0 and 0 < pieces // share <= SHARE_PACKS:
             return share, pieces // share
-    raise ModelError(f"{name}={K}: the kernels take multiples of {PIECE} that 2, 4 or 8 warps share")
+    raise ModelError(
+        f"{name}={K}: the kernels take multiples of {PIECE} that 2, 4 or 8 warps share"
+    )
 
 
 def norm_gemv(
@@ -603,10 +618,9 @@ def norm_gemv(
     table = (embed, (len(embed), K))
     check(torch.bfloat16, x=(x, (K,)), gain=(gain, (K,)), w=(w, (N, K)), y=(y, (N,)), embed=table)
     check(torch.int32, tokens=(tokens, (tokens.numel(),)), position=(position, (1,)))
-    rows = fewer(QKV_ROWS, packs)
-    name = f"norm_gemv_kernel<{rows}, {packs}, {str(first).lower()}, {WARPS}>"
+    name = f"norm_gemv_kernel<{QKV_ROWS}, {packs}, {str(first).lower()}, {WARPS}>"
     args = (x, gain, w, y, np.int32(N), np.float32(eps), embed, tokens, position)
-    return Launch(cuda_kernel(name), blocks(N, WARPS * rows), WARPS * WARP, args)
+    return Launch(cuda_kernel(name), blocks(N, WARPS * QKV_ROWS), WARPS * WARP, args)
 
 
 def gemv_residual(h: Tensor, w: Tensor, x: Tensor, *, name: str) -> Launch:
@@ -625,10 +639,9 @@ def norm_gate_up(x: Tensor, gain: Tensor, w: Tensor, y: Tensor, eps: float) -> L
     K, N = x.numel(), y.numel()
     packs = packs_of("hidden_size", K)
     check(torch.bfloat16, x=(x, (K,)), gain=(gain, (K,)), w=(w, (2 * N, K)), y=(y, (N,)))
-    pairs = fewer(PAIRS, packs)
-    kernel = cuda_kernel(f"norm_gate_up_kernel<{pairs}, {packs}, {WARPS}>")
+    kernel = cuda_kernel(f"norm_gate_up_kernel<{PAIRS}, {packs}, {WARPS}>")
     args = (x, gain, w, y, np.int32(N), np.float32(eps))
-    return Launch(kernel, blocks(N, WARPS * pairs), WARPS * WARP, args)
+    return Launch(kernel, blocks(N, WARPS * PAIRS), WARPS * WARP, args)
 
 
 class Partials(NamedTuple):
@@ -667,7 +680,7 @@ def attention(
     S, H_kv, D = k_cache.shape
     H = o.numel() // D
     G = H // H_kv
-    if D not in HEAD_SIZES or G not in GROUPS or H != G * H_kv:
+    if D not in HEAD_SIZES or G not in GROUPS or G * H_kv != H:
         raise ModelError(
             f"head_dim={D}, {H} heads, {H_kv} kv heads: the kernels take head_dim of {HEAD_SIZES} "
             f"and groups of {GROUPS}"
@@ -684,7 +697,9 @@ def attention(
         raise ValueError(f"cos_sin has {len(cos_sin)} rows, the cache {S} slots")
     tile = LOADS * WARPS * PIECE // D
     splits = max(1, min(MOST_SPLITS, sms // H_kv, -(-S // tile)))
-    kernel = cuda_kernel(f"attention_kernel<{D}, {G}, {LOADS}, {MOST_SPLITS}, {WARPS}>")
+    # Fast maths: exp2 in one instruction, and no slow path for a division.
+    name = f"attention_kernel<{D}, {G}, {LOADS}, {MOST_SPLITS}, {WARPS}>"
+    kernel = cuda_kernel(name, use_fast_math=True)
     memory = (qkv, q_gain, k_gain, cos_sin, position, k_cache, v_cache, o, *partials)
     args = (*memory, np.float32(D**-0.5 * LOG2_E), np.float32(eps))
     return Launch(kernel, (H_kv, splits), WARPS * WARP, args)
@@ -712,8 +727,7 @@ def norm_head(
     check(torch.int64, best=(best, (1,)))
     check(torch.int32, counter=(counter, (1,)), position=(position, (1,)))
     check(torch.int32, tokens=(tokens, (tokens.numel(),)))
-    rows = fewer(HEAD_ROWS, packs)
-    grid = (min(sms, *blocks(N, HEAD_WARPS * rows)),)
-    kernel = cuda_kernel(f"norm_head_kernel<{rows}, {packs}, {HEAD_WARPS}>")
+    grid = (min(sms, *blocks(N, HEAD_WARPS * HEAD_ROWS)),)
+    kernel = cuda_kernel(f"norm_head_kernel<{HEAD_ROWS}, {packs}, {HEAD_WARPS}>")
     args = (x, gain, w, logits, np.int32(N), np.float32(eps), best, counter, tokens, position)
     return Launch(kernel, grid, HEAD_WARPS * WARP, args)

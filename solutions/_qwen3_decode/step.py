@@ -1,0 +1,220 @@
+"""One decode step as a chain of launches: eager, in a CUDA graph, and with dependent launch.
+
+Position, tokens and cache live on the GPU, at fixed addresses: a step reads where it stands there,
+writes the next token and moves on. So a step can be captured once and replayed for as many tokens
+as the cache has room for; Python does not see them before it wants to.
+
+`OpsStep` is made of the chapters' ops, as they are. `DecodeStep` is made of kernels.py: the same
+kernels eager, in a graph, and, with `dependent`, each started while the one before it still works.
+
+The cache is reference.py's, so `reference.forward` does the prefill:
+
+    cache = new_cache(model.config, S, torch.bfloat16, device)
+    first = forward(model, prompt, cache, last=1)[0].argmax()
+    step = DecodeStep(model, cache)
+    step.start(first, len(prompt))
+    step.capture()
+    text = step.decode_many(64)
+"""
+
+from __future__ import annotations
+
+import labkit as lab
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from solutions import _decode_attention, gemv, rms_norm, rope, swiglu
+
+from . import kernels
+from .config import ModelError
+from .reference import Cache
+from .weights import Layer, Model
+
+FIRST_DEPENDENT = (
+    9,
+    0,
+)  # compute capability from which a kernel may start before its predecessor ends
+
+
+class Packed(NamedTuple):
+    """A layer's projections as a step reads them: those of one input in one matrix."""
+
+    qkv: Float[Tensor, "QKV hidden"]  # QKV: (H + 2·H_kv)·D rows, q's first, then k's
+    gate_up: Float[Tensor, "I2 hidden"]  # gate's rows first
+
+
+def packed(layer: Layer) -> Packed:
+    """A copy of the projections of a layer, joined."""
+    return Packed(torch.cat((layer.q, layer.k, layer.v)), torch.cat((layer.gate, layer.up)))
+
+
+class Step:
+    """What all kinds of step share: where the tokens are, how one becomes many.
+
+    `tokens[p]` is the token at position p, `position` that of the token which the next step reads.
+    `logits` are those of the last step. ModelError for a cache that is not the model's.
+    """
+
+    def __init__(self, model: Model, cache: Cache) -> None:
+        config, device = model.config, model.embed.device
+        shape = (config.num_hidden_layers, cache.k.shape[1])
+        shape = (*shape, config.num_key_value_heads, config.head_dim)
+        for name, x in (("k", cache.k), ("v", cache.v)):
+            if tuple(x.shape) != shape or x.dtype != model.embed.dtype or x.device != device:
+                raise ModelError(
+                    f"the cache's {name} is {x.dtype} {tuple(x.shape)} on {x.device}, the model "
+                    f"wants {model.embed.dtype} {shape} on {device}"
+                )
+        self.model, self.cache, self.S = model, cache, shape[1]
+        self.layers = tuple(map(packed, model.layers))
+        self.tokens: Int32[Tensor, " S+1"] = torch.zeros(
+            self.S + 1, dtype=torch.int32, device=device
+        )
+        self.position: Int32[Tensor, " 1"] = torch.zeros(1, dtype=torch.int32, device=device)
+        self.logits = torch.zeros(config.vocab_size, dtype=model.embed.dtype, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.next = 0  # the position again, as far as Python knows
+
+    def start(self, token: int | Tensor, position: int) -> None:
+        """The next step reads `token` at `position`. The cache has all positions before it."""
+        if not 0 <= position < self.S:
+            raise ModelError(f"{position=} is not one of the cache's {self.S} slots")
+        if not isinstance(token, Tensor) and not 0 <= token < self.model.config.vocab_size:
+            raise ModelError(f"{token=} is outside the vocabulary of {self.logits.numel()}")
+        self.tokens[position] = token
+        self.position.fill_(position)
+        self.next = position
+
+    def run(self) -> None:
+        """Launch the kernels of one step on torch's current stream."""
+        raise NotImplementedError
+
+    def capture(self) -> None:
+        """Capture a step, which `decode_many` then replays. The position stays as it is."""
+        if not self.position.is_cuda:
+            raise RuntimeError("a CUDA graph needs a GPU")
+        where = self.position.clone()
+        self.run()  # compiles what is not compiled; what it writes, the next step writes again
+        self.position.copy_(where)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def decode_many(self, count: int) -> Int32[Tensor, " count"]:
+        """The next `count` tokens, on the GPU: nothing here waits for them.
+
+        ModelError if the cache has too few slots. Stop tokens are the caller's business.
+        """
+        if count < 0 or self.next + count > self.S:
+            raise ModelError(f"{count} tokens from position {self.next}: the cache has {self.S}")
+        for _ in range(count):
+            if self.graph is None:
+                self.run()
+            else:
+                self.graph.replay()
+        first = self.next + 1
+        self.next += count
+        return self.tokens[first : first + count]
+
+
+class OpsStep(Step):
+    """The chapters' ops, eight launches a layer; under the simulators, the rungs that run there."""
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """One step; allocates, so that only a graph of it has fixed addresses."""
+        config, model, cache = self.model.config, self.model, self.cache
+        H, H_kv, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
+        x = model.embed[self.tokens[self.position]]  # [1, hidden]
+        h = rms_norm.rms_norm(x, model.layers[0].input_norm, eps)
+        gains = *(w.input_norm for w in model.layers[1:]), model.norm
+        context = self.position + 1
+        for i, (w, joined) in enumerate(zip(model.layers, self.layers, strict=True)):
+            qkv = gemv.gemv(h, joined.qkv).view(1, H + 2 * H_kv, -1)
+            q, k, v = qkv.split((H, H_kv, H_kv), dim=1)
+            q, k, v = rope.qk_norm_rope_cache(
+                q, k, v, w.q_norm, w.k_norm, cache.cos_sin, self.position,
+                cache.k[i], cache.v[i], self.position, eps,
+            )  # fmt: skip
+            o = _decode_attention.decode_attention(q, k[None], v[None], context)
+            o = gemv.gemv(o.view(1, -1), w.o)
+            h, x = rms_norm.rms_norm_residual(o, x, w.post_norm, eps)
+            down = gemv.gemv(swiglu.gate_up_swiglu(h, joined.gate_up), w.down)
+            h, x = rms_norm.rms_norm_residual(down, x, gains[i], eps)
+        logits = gemv.gemv(h, model.head)[0]
+        self.logits.copy_(logits)
+        self.position.add_(1)
+        self.tokens.index_copy_(0, self.position.long(), logits.argmax().to(torch.int32)[None])
+
+
+class DecodeStep(Step):
+    """Five launches a layer and one for the head, on memory that is allocated here, once.
+
+    `dependent`: each kernel may start while the one before it works, and has its weights in
+    registers when that one ends. ModelError for sizes that the kernels do not take, TypeError for
+    weights that are not bfloat16, ValueError for `dependent` below compute capability 9.0.
+    """
+
+    def __init__(self, model: Model, cache: Cache, *, dependent: bool = False) -> None:
+        super().__init__(model, cache)
+        device = model.embed.device
+        if dependent and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < FIRST_DEPENDENT:
+                raise ValueError(f"dependent launch needs compute capability 9.0, not {capability}")
+        self.dependent = dependent
+        # Without a GPU, the chain is planned as for an H200, and cannot run.
+        self.sequence = tuple(self._plan(lab.DEVICE.sms or 132))
+
+    @property
+    def launches(self) -> int:
+        """Launches for a token."""
+        return len(self.sequence)
+
+    def _plan(self, sms: int):
+        """The launches of a step, in order."""
+        config, model, cache = self.model.config, self.model, self.cache
+        H, H_kv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        eps, device, empty = config.rms_norm_eps, model.embed.device, model.embed.new_empty
+        x, qkv, o = empty(config.hidden_size), empty((H + 2 * H_kv) * D), empty(H * D)
+        y = empty(config.intermediate_size)
+        partials = kernels.new_partials(H, H_kv, D, device)
+        best = torch.zeros(1, dtype=torch.int64, device=device)
+        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        here = self.tokens, self.position
+        for i, (w, joined) in enumerate(zip(model.layers, self.layers, strict=True)):
+            yield kernels.norm_gemv(
+                x, w.input_norm, joined.qkv, qkv, eps, model.embed, *here, first=i == 0
+            )
+            yield kernels.attention(
+                qkv, w.q_norm, w.k_norm, cache.cos_sin, self.position, cache.k[i], cache.v[i], o,
+                partials, eps, sms,
+            )  # fmt: skip
+            yield kernels.gemv_residual(o, w.o, x, name="num_attention_heads * head_dim")
+            yield kernels.norm_gate_up(x, w.post_norm, joined.gate_up, y, eps)
+            yield kernels.gemv_residual(y, w.down, x, name="intermediate_size")
+        yield kernels.norm_head(
+            x, model.norm, model.head, self.logits, eps, best, counter, *here, sms
+        )
+
+    def run(self) -> None:
+        """One step: the launches, nothing else."""
+        for launch in self.sequence:
+            launch(programmatic=self.dependent)
+
+
+def count_kernels(run) -> int:
+    """Kernels that `run()` starts on the GPU, as torch's profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()  # whatever is compiled or chosen on a first call
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    on_gpu = (e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(not e.name.startswith(("Memcpy", "Memset")) for e in on_gpu)
