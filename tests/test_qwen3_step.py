@@ -45,7 +45,7 @@ SIZES = {
     "small": SMALL,
     "0.6B": REAL,
     "no groups": replace(SMALL, num_attention_heads=4),
-    "own head": replace(SMALL, tie_word_embeddings=False, num_attention_heads=16),
+    "own head": replace(SMALL, tie_word_embeddings=False),
 }
 WAIT = "ACQBULK"  # griddepcontrol.wait in the assembler's language
 SM_REGISTERS = 65536
@@ -170,7 +170,7 @@ def test_a_kernel_has_room_beside_the_one_before():
         {"hidden_size": 2048},
         {"intermediate_size": 300},
         {"head_dim": 32, "num_attention_heads": 16},
-        {"num_attention_heads": 32},
+        {"num_attention_heads": 16},
     ],
     ids=str,
 )

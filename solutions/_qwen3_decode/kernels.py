@@ -18,8 +18,9 @@ Dependent launch. With `programmatic`, a kernel starts while the one before it s
 asks for its weights first, into registers, then waits for the kernel before it, then reads what
 that one wrote. When it lets the next kernel start, it has waited itself: whatever ran before the
 kernel before is finished. So before its wait, a kernel may read all but the output of its direct
-predecessor: weights, gains, the rotation's table, the position, older rows of K and V. It may
-write nothing. Below sm_90 nothing of this exists, and the order of loads stays the same.
+predecessor: weights, gains, the rotation's table, the position, older rows of K and V, and the
+residual x where the kernel before leaves x alone. It may write nothing. Below sm_90 nothing of
+this exists, and the order of loads stays the same.
 
 Shapes   x [hidden], qkv [(H + 2·H_kv)·D], o [H·D], y [intermediate], logits [V]: one token
          weights [out, in]; k_cache, v_cache [S, H_kv, D]; cos_sin [S, D] float32, as in chapter 04
@@ -53,16 +54,12 @@ WARPS = 8  # of a block, in all kernels but the head
 QKV_ROWS, PAIRS, HEAD_ROWS = 4, 3, 2
 HEAD_WARPS = 12  # one block an SM, two rows under way and two in use in each warp
 MOST_PACKS = 4  # loads a row in a lane: with more, that many rows do not fit in registers
-SHARES = (
-    2,
-    4,
-    8,
-    1,
-)  # warps that share a row of the o and the down projection: the first that fits
+# Warps that share a row of the o and the down projection: the first number that fits.
+SHARES = (2, 4, 8, 1)
 SHARE_PACKS = 6  # loads a row in a lane there
 LOADS = 4  # vectors of K, and of V, of a tile in a lane of attention
 MOST_SPLITS = 16  # blocks that share a context: with 8 kv heads, one for nearly every SM of an H200
-HEAD_SIZES, GROUPS = (64, 128), (1, 2, 4)
+HEAD_SIZES, GROUPS = (64, 128), (1, 2)  # more query heads of a kv head do not fit in registers
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x only
 
 SOURCE = r"""
