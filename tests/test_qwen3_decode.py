@@ -17,7 +17,7 @@ import pytest
 import torch
 
 NAME = "solutions._qwen3_decode"
-pytest.importorskip(f"{NAME}.generate")
+pytest.importorskip(f"{NAME}.generate", exc_type=ImportError)
 
 from solutions._qwen3_decode import config, generate, reference, train, weights  # noqa: E402
 from solutions._qwen3_decode.config import ModelError  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 NAME = "solutions._qwen3_decode"
-pytest.importorskip(f"{NAME}.step")
+pytest.importorskip(f"{NAME}.step", exc_type=ImportError)
 
 from solutions._qwen3_decode import kernels, reference, weights  # noqa: E402
 from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config  # noqa: E402
