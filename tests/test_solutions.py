@@ -203,6 +203,7 @@ def test_op_survives_compile_and_graph_capture(ladder, problem):
 
 
 @pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+@pytest.mark.xdist_group("memory")  # `pytest -n 14 --dist loadgroup` runs them one after another
 @pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
 def test_offsets_do_not_wrap_past_2_to_31_elements(ladder, rung):
     problem, dtype = ladder.problem_of(rung), torch.bfloat16
