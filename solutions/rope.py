@@ -1043,14 +1043,18 @@ LADDER = lab.Ladder(
             against="rope_tiled",
             attempt="rung 3's CUDA kernel in the right block: a thread for each pack of each head",
             expected="the same loads as rung 4, and no idle lane: within 3 % either way",
-            cause="TODO(cause)",
+            cause="The loads are not the same: a thread of this kernel reads its cosines and sines "
+            "4 bytes at a time, 16 loads; Triton reads them 16 bytes at a time. The compile "
+            "card shows both.",
         ),
         lab.Rejected(
             qk_norm_rope_cache_thin,
             against="qk_norm_rope_cache_fused",
             attempt="16 warps for a token instead of 4, so that an SM is full of warps",
             expected="more warps to switch to while one waits: 1 to 5 % less time",
-            cause="TODO(cause)",
+            cause="There are more warps: the compile card's occupancy goes from 62 % to 100 %. But "
+            "a thread's share is now so small that its loads shrink from 16 bytes to between "
+            "2 and 8, and the norm needs a barrier.",
         ),
     ),
 )
