@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from labkit.bench import COMPILE_MODE, captured, ceilings, measure
+from labkit.bench import COMPILE_MODE, captured, ceilings, floor, measure
 from labkit.check import dtype_name
 from labkit.device import DEVICE, SIMULATED
 from labkit.ladder import Ladder
-from labkit.problem import Problem
+from labkit.problem import Problem, Work
 from labkit.results import RESULTS, ROOT, Results, microseconds, save
 
+import hashlib
+import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -86,31 +88,71 @@ def cases(problem: Problem) -> list[tuple[torch.dtype, dict]]:
 def record(
     ladder: Ladder, *, folder: Path = RESULTS, gpu_tests: dict | None = None, log: Callable = print
 ) -> Path:
-    """Time everything in one run and write `<device>/<slug>.json`. Needs a GPU."""
+    """Time everything and write `<device>/<slug>.json`. Needs a GPU.
+
+    What is timed at one size goes to `<device>/<slug>.part` at once. A recording that was stopped
+    starts again with those, if the code, the GPU and the packages are still the same.
+    """
     if SIMULATED:
         raise RuntimeError("record needs a GPU: a simulator is never timed")
-    timings = []
+    device, versions = _device(), _versions()
+    part = folder / DEVICE.slug / f"{ladder.slug}.part"
+    same = {"code": _code(), "gpu": [device["name"], device["driver"]], "versions": versions}
+    timings = _resumed(part, same, ladder)
     for problem in ladder.problems:
         for dtype, size in cases(problem):
-            versions = versions_of(ladder, problem, dtype, size, log)
-            group = measure(versions, problem, dtype, size)
+            if any(_is(t, problem, dtype, size) for t in timings):
+                log(f"  {problem.name} {dtype_name(dtype)} {size}: timed before the stop")
+                continue
+            tried = versions_of(ladder, problem, dtype, size, log)
+            group = measure(tried, problem, dtype, size)
             best = min(group, key=lambda t: t.p50_s)
             log(f"  {problem.name} {dtype_name(dtype)} {size}: best {best.rung}")
-            timings += group
+            timings += [_as_json(t) for t in group]
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"same": same, "timings": timings}))
     data = {
         "schema": 1,
         "slug": ladder.slug,
-        "device": _device(),
-        "versions": _versions(),
+        "device": device,
+        "versions": versions,
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "target": {"text": "", "met": False, "bars": []},
-        "timings": [_as_json(t) for t in timings],
+        "timings": timings,
         "rejected": [_rejected(ladder, r) for r in ladder.rejected],
         "gpu_tests": gpu_tests or {"passed": 0, "failed": 0, "skipped": 0},
     }
     data["target"] = target(ladder, Results(data))
-    return save(data, folder)
+    path = save(data, folder)
+    part.unlink(missing_ok=True)
+    return path
+
+
+def _code() -> str:
+    """Changes when any code of the lab or of a solution does."""
+    files = sorted(f for name in ("labkit", "solutions") for f in (ROOT / name).rglob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+
+
+def _is(timing: Mapping, problem: Problem, dtype: torch.dtype, size: Mapping) -> bool:
+    case = problem.name, dtype_name(dtype), dict(size)
+    return (timing["problem"], timing["dtype"], timing["size"]) == case
+
+
+def _resumed(part: Path, same: Mapping, ladder: Ladder) -> list[dict]:
+    """Timings of a stopped recording, compared with the ceilings of this one."""
+    try:
+        before = json.loads(part.read_text())
+    except (OSError, ValueError):  # none, or stopped while it was written
+        return []
+    if before["same"] != same:
+        return []
+    problems = {p.name: p for p in ladder.problems}
+    for t in before["timings"]:
+        work, dtype = Work(t["bytes"], t["flops"]), getattr(torch, t["dtype"])
+        t["fraction_of_ceiling"] = floor(work, dtype, problems[t["problem"]].ceiling) / t["p50_s"]
+    return before["timings"]
 
 
 def target(ladder: Ladder, measured: Results) -> dict:

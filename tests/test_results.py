@@ -167,3 +167,60 @@ def test_the_bug_gallery_is_in_step_with_the_mutants():
     stored, fresh = (pages.BOOK / "bug_gallery.md").read_text(), pages.gallery_page()
     assert "the checker is wrong" not in fresh
     assert pages.comparable(stored) == pages.comparable(fresh)
+
+
+def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):
+    from labkit import record
+    from labkit.results import Timing
+
+    ladder, _ = lab.find("vector_add")
+    timed, lines = [], []
+
+    def measure(versions, problem, dtype, size, runs=100):
+        if len(timed) == stop_after:
+            raise KeyboardInterrupt
+        timed.append((problem.name, dtype, tuple(size.items())))
+        timing = {**good()["timings"][0], "problem": problem.name, "size": dict(size)}
+        timing["dtype"] = str(dtype).removeprefix("torch.")
+        return [Timing(**{**timing, "rung": n, "kind": k}) for n, (k, _) in versions.items()]
+
+    def versions_of(ladder, problem, dtype, size, log=print):
+        rungs = {r.name: (r.kind, r.fn) for r in ladder if ladder.problem_of(r) is problem}
+        return {**rungs, record.library_name(problem): ("library", problem.library)}
+
+    monkeypatch.setattr(record, "SIMULATED", False)
+    monkeypatch.setattr(record, "DEVICE", lab.device.Device("NVIDIA H200", "cuda"))
+    monkeypatch.setattr(record, "_device", lambda: good()["device"])
+    monkeypatch.setattr(record, "_versions", lambda: good()["versions"])
+    monkeypatch.setattr(record, "floor", lambda work, dtype, ceiling: 5e-6)
+    monkeypatch.setattr(record, "measure", measure)
+    monkeypatch.setattr(record, "versions_of", versions_of)
+
+    def started():
+        return record.record(ladder, folder=tmp_path, log=lines.append)
+
+    stop_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        started()
+    assert not list(tmp_path.glob("*/*.json"))
+    stop_after = None
+    path = started()
+    everything = [
+        (p.name, d, tuple(s.items())) for p in ladder.problems for d, s in record.cases(p)
+    ]
+    assert timed[: len(everything)] == everything, "each size once, in spite of the stop"
+    assert sum("before the stop" in line for line in lines) == 3
+    assert validate(path) is None
+    assert list(path.parent.iterdir()) == [path], "nothing else is left behind"
+    first = json.loads(path.read_text())["timings"][0]
+    assert first["fraction_of_ceiling"] == pytest.approx(5e-6 / first["p50_s"])
+
+    timed.clear()
+    stop_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        started()
+    monkeypatch.setattr(record, "_code", lambda: "other code")
+    timed.clear()
+    stop_after = None
+    started()
+    assert timed[: len(everything)] == everything, "other code: all over again"
