@@ -5,6 +5,7 @@ import labkit as lab
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -199,3 +200,13 @@ def test_the_same_rung_timed_twice_differs_by_under_3_percent():
     for rung in ladder.rungs[:4]:
         first, second = (lab.bench(rung, problem).p50_s for _ in range(2))
         assert abs(first - second) < 0.03 * first, (rung.name, first, second)
+
+
+@pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+def test_a_graph_of_long_calls_takes_as_long_as_the_calls():
+    ladder, problem = lab.find("vector_add")
+    assert problem.timing == "events"
+    in_graph = replace(problem, timing="graph")
+    rung = lab.Rung(ladder.rungs[1].fn, ladder.rungs[1].kind)
+    alone, together = (lab.bench(rung, p).p50_s for p in (problem, in_graph))
+    assert abs(alone - together) < 0.05 * alone, (alone, together)
