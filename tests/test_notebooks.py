@@ -17,6 +17,7 @@ TOC = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
 FILES = [chapter["file"] for part in TOC["parts"] for chapter in part["chapters"]]
 CHAPTERS = [file.removeprefix("chapters/") for file in FILES if file.startswith("chapters/")]
 
+INTRO = ROOT / "book" / "intro.md"
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELLS = (45, 75)
 WORDS = (1500, 3000)
@@ -160,3 +161,11 @@ def test_measured_numbers_are_tagged_and_something_is_compared(chapter):
 @each_chapter
 def test_it_was_recorded_on_the_h200(chapter):
     assert any("H200" in printed(cell) for cell in code_cells(chapter))
+
+
+def test_introduction_says_what_is_finished():
+    rows = INTRO.read_text(encoding="utf-8").splitlines()
+    here = [row for row in rows if row.endswith("| here |")]
+    assert len(here) == len(CHAPTERS)
+    for row, chapter in zip(here, CHAPTERS, strict=True):
+        assert f"](../chapters/{chapter}.ipynb)" in row
