@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+SMALL = 32  # numbers of a tensor that a report shows whole
+
 BUGS = {
     "wrong signature": "it does not take the arguments of the problem",
     "raises": "it raises an exception",
@@ -268,7 +270,7 @@ def _finite_without_bands(case: Case) -> bool:
 
 
 def _where(case: Case, g, want, allowed: float, who: Mapping[int, str]) -> str:
-    """How many values are wrong, the first of them and who wrote it, small tensors in full."""
+    """How many values are wrong, the first of them and who wrote it, small tensors whole."""
     bad = ~((g.double() - want.double()).abs() <= allowed)
     first = tuple(bad.nonzero()[0].tolist())
     writer = who.get(int(bad.flatten().nonzero()[0]))
@@ -277,7 +279,7 @@ def _where(case: Case, g, want, allowed: float, who: Mapping[int, str]) -> str:
         f"got {g[first].item():.6g}, wanted {want[first].item():.6g}, "
         f"may differ by {allowed:.2g}" + (f"\nwritten by {writer}" if writer else "")
     ]
-    if want.numel() <= 32:
+    if want.numel() <= SMALL:
         for i, value in enumerate(case.inputs):
             shown = _short(value) if isinstance(value, torch.Tensor) else value
             lines.append(f"input {i}: {shown}")
@@ -286,6 +288,9 @@ def _where(case: Case, g, want, allowed: float, who: Mapping[int, str]) -> str:
 
 
 def _short(x: torch.Tensor) -> str:
+    if x.numel() > SMALL:
+        return f"{list(x.shape)}, too large to show"
+
     def fmt(row):
         if isinstance(row, list):
             return "[" + ", ".join(map(fmt, row)) + "]"

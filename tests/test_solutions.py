@@ -67,6 +67,7 @@ def test_mutant_is_rejected_with_its_class(ladder, exercise, mutant):
     with pytest.raises(lab.CheckFailed) as caught:
         lab.check(exercise.mutant(mutant.name, rung), ladder.problem_of(rung), gates=exercise.gates)
     assert caught.value.bug == mutant.bug, str(caught.value)
+    assert max(map(len, str(caught.value).splitlines())) < 500, "a report is for people"
 
 
 @pytest.mark.parametrize(("ladder", "exercise"), EXERCISES, ids=ids(EXERCISES))
