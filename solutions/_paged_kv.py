@@ -922,7 +922,7 @@ def paged_kv_pipelined(
     under the simulators. Arguments and errors are those of rung 3.
     """
     args = q, k_cache, v_cache, block_table, context_lens
-    B, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
+    _, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
     most = max_pages * page_size
     slots = max(len(k_cache) * page_size, most)
     if not contiguous.takes(H // H_kv, D, slots, q, k_cache, v_cache):
