@@ -583,10 +583,7 @@ def decode_attention_split_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (h, split, b) does what rung 2 does, for SPLIT keys of the context.
-
-    It leaves their softmax in partial [B, H, splits, D], log2 of their sum in lse [B, H, splits].
-    """
+    """Program (h, split, b) leaves the softmax of SPLIT keys in partial, its weight in lse."""
     h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = split * SPLIT
     end = tl.minimum(tl.minimum(tl.load(context_lens_ptr + b), S), first + SPLIT)

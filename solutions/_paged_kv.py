@@ -49,7 +49,7 @@ from solutions._decode_attention import (
     sizes,
 )
 
-THREADS = 32  # threads of a block of rung 1, which copies a page
+THREADS = 32  # threads of a block of rung 2, which copies a page
 WRITE_WARPS = 4  # of a program that writes a token
 INTS = (torch.int32, torch.int64)
 Pages, BlockTable = Float[Tensor, "P page H_kv D"], Int32[Tensor, "B max_pages"]
@@ -487,7 +487,7 @@ def check_args(
     return B, H, H_kv, D, page_size, max_pages
 
 
-# Writing -------------------------------------------------------------------------------------
+# Rung 1 --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -568,7 +568,7 @@ def paged_kv_write(
     return k_cache, v_cache
 
 
-# Rung 1 --------------------------------------------------------------------------------------
+# Rung 2 --------------------------------------------------------------------------------------
 
 
 @cuda.jit
@@ -606,7 +606,7 @@ def paged_kv_gathered(
     return contiguous.library(q, k, v, context_lens)
 
 
-# Rung 2 --------------------------------------------------------------------------------------
+# Rung 3 --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["PAGES", "SPLITS"])
@@ -689,7 +689,7 @@ def launch(
     workspace: Workspace | None,
     validate: bool,
 ) -> Tensor:
-    """Launch rung 2's or rung 3's kernel, which take the same arguments."""
+    """Launch rung 3's or rung 4's kernel, which take the same arguments."""
     args = q, k_cache, v_cache, block_table, context_lens
     B, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
     lab.check_contiguous(
@@ -741,7 +741,7 @@ def paged_kv_direct(
     return launch(paged_kv_direct_kernel, *args, max_context, out, workspace, validate)
 
 
-# Rung 3 --------------------------------------------------------------------------------------
+# Rung 4 --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -806,7 +806,7 @@ def paged_kv_prefetched_kernel(
     MERGE_UNROLL: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
 ):
-    """Program (h, split, b) does what rung 2's does, with everything asked for early.
+    """Program (h, split, b) does what rung 3's does, with everything asked for early.
 
     While it works on the keys of a round, those of the next are on their way, and the page ids of
     the one after that.
@@ -868,7 +868,7 @@ def paged_kv_prefetched(
     return launch(paged_kv_prefetched_kernel, *args, max_context, out, workspace, validate)
 
 
-# Rung 4 --------------------------------------------------------------------------------------
+# Rung 5 --------------------------------------------------------------------------------------
 
 PIPELINED = (
     ATTEND
@@ -918,8 +918,8 @@ def paged_kv_pipelined(
 ) -> Queries:
     """Chapter 10's last kernel, with page ids looked up a tile ahead of the copies they are for.
 
-    Rung 3's kernel does the work for the sizes and the memory that chapter 10's does not take, and
-    under the simulators. Arguments and errors are those of rung 3.
+    Rung 4's kernel does the work for the sizes and the memory that chapter 10's does not take, and
+    under the simulators. Arguments and errors are those of rung 4.
     """
     args = q, k_cache, v_cache, block_table, context_lens
     _, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
