@@ -50,8 +50,8 @@ LEAST = 32  # keys of a program; below that, merging costs more than it saves
 MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
 # Rung 5: a lane copies LOADS vectors of keys and as many of values for each of STAGES tiles. With
 # 8 warps a tile is 32 KiB; the next is on its way while one is waited for or used.
-BLOCK_WARPS, LOADS, STAGES = 8, 4, 2
-RING_BYTES = STAGES * 2 * LOADS * BLOCK_WARPS * WARP * VECTOR_BYTES
+LOADS, STAGES = 4, 2
+MERGED = 8  # partial results of a head that a thread asks for at once
 HEAD_SIZES, GROUPS = (64, 128), (1, 2, 4, 8)  # that rung 5 is written for
 MAX_SLOTS = 2**31 - 1  # it counts them in 32 bits
 SMS = lab.DEVICE.sms or 132  # compile cards are made without a device, for an H200
@@ -192,27 +192,36 @@ def templates_are_right(kernel) -> str | None:
     """C++ kernels have an instance for each dtype, head size and group: some of each are run.
 
     Contexts are empty, of one key, a little longer than a tile, and of several splits; NaN follows.
+    With few sequences, and with so many that blocks are smaller.
     """
     if "cuda" not in {k.kind for k in kernels_of(kernel)}:
         return None
-    for dtype, D, G in (
-        *((d, size, 2) for d in DECODE_ATTENTION.dtypes for size in HEAD_SIZES),
-        *((torch.bfloat16, 128, group) for group in GROUPS),
-        (torch.float16, 64, 8),
+    lens = torch.tensor((0, 1, 31, 33, 1500, 1024, 777))
+    many = SMS // (3 * len(lens)) + 1  # times that: more blocks than SMs, so the smaller ones
+    for dtype, D, G, times in (
+        *(
+            (d, size, 2, n)
+            for d in DECODE_ATTENTION.dtypes
+            for size in HEAD_SIZES
+            for n in (1, many)
+        ),
+        *((torch.bfloat16, 128, group, n) for group in GROUPS if group != 2 for n in (1, many)),
+        (torch.float16, 64, 8, 1),
     ):
-        size = {"B": 7, "H": 3 * G, "H_kv": 3, "S": 1500, "D": D}
+        size = {"B": times * len(lens), "H": 3 * G, "H_kv": 3, "S": 1500, "D": D}
         q, k, v, context_lens = inputs(dtype, seed=1, **size)
-        context_lens.copy_(torch.tensor((0, 1, 31, 33, 1500, 1024, 777)))
+        context_lens.copy_(lens.repeat(times))
         truth = reference(q.double(), k.double(), v.double(), context_lens)
+        allowed = max(torch.finfo(dtype).eps, 1e-5) * truth.abs().amax(dim=(1, 2))
         past = torch.arange(k.shape[1], device=k.device) >= context_lens[:, None]
         k, v = (x.masked_fill(past[:, :, None, None], math.nan) for x in (k, v))
         for max_context in (None, 1, 100):
             o = kernel(q, k, v, context_lens, max_context=max_context).double()
-            for b, length in enumerate(context_lens.tolist()):
-                allowed = max(torch.finfo(dtype).eps, 1e-5) * truth[b].abs().max().item()
-                if not (worst := (o[b] - truth[b]).abs().max().item()) <= allowed:
-                    case = f"{dtype}, {D=}, {G=}, a context of {length}, {max_context=}"
-                    return f"{case}: wrong by {worst:.2g}"
+            worst = (o - truth).abs().amax(dim=(1, 2))
+            if len(wrong := (~(worst <= allowed)).nonzero()):  # also true for NaN
+                b = int(wrong[0])
+                case = f"{dtype}, {D=}, {G=}, a context of {int(context_lens[b])}, {max_context=}"
+                return f"{case}: wrong by {worst[b].item():.2g}"
     return None
 
 
@@ -261,8 +270,9 @@ def equal_splits(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queri
 
 
 def sizes(*each: tuple[int, ...], **more: int) -> tuple[dict[str, int], ...]:
-    """(B, H, H_kv, S, D) as the dicts that a problem wants."""
-    return tuple(dict(zip(("B", "H", "H_kv", "S", "D"), s, strict=True)) | more for s in each)
+    """(B, H, H_kv, S, D), in chapter 11 a page size too, as the dicts that a problem wants."""
+    names = ("B", "H", "H_kv", "S", "D", "page")
+    return tuple(dict(zip(names, s, strict=False)) | more for s in each)
 
 
 QWEN_SMALL = {"H": 16, "H_kv": 8, "D": 128}  # Qwen3-0.6B
@@ -358,20 +368,35 @@ def check_args(
         raise ValueError(f"k has shape {tuple(k.shape)}, must be ({B}, S, H_kv, {D}) to go with q")
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, must be {tuple(k.shape)} like k")
+    S, H_kv = k.shape[1:3]
+    place = "slots of a sequence in k"
+    check_contexts(q, H_kv, context_lens, S, place, max_context, validate)
+    return B, H, H_kv, S, D
+
+
+def check_contexts(
+    q: Tensor,
+    H_kv: int,
+    context_lens: Tensor,
+    most: int,
+    place: str,
+    max_context: int | None,
+    validate: bool,
+) -> None:
+    """What chapter 11 needs too: q's heads go with H_kv, and contexts fit into `most` slots."""
+    B, H, _ = q.shape
     if context_lens.shape != (B,):
         raise ValueError(f"context_lens has shape {tuple(context_lens.shape)}, must be ({B},)")
     if context_lens.device != q.device:
         raise ValueError(f"context_lens is on {context_lens.device}, must be on {q.device} like q")
-    S, H_kv = k.shape[1:3]
     if H % H_kv or not 1 <= H // H_kv <= MAX_GROUP:
         raise ValueError(f"{H=} query heads must be 1 to {MAX_GROUP} times {H_kv=}")
-    if max_context is not None and not 1 <= max_context <= S:
-        raise ValueError(f"{max_context=} must lie in 1 … {S}, the slots of a sequence in k")
+    if max_context is not None and not 1 <= max_context <= most:
+        raise ValueError(f"{max_context=} must lie in 1 … {most}, the {place}")
     if B > 0 and (validate or not context_lens.is_cuda):
         for value in (int(context_lens.min()), int(context_lens.max())):
-            if not 0 <= value <= S:
-                raise ValueError(f"context_lens holds {value}, must lie in 0 … {S}")
-    return B, H, H_kv, S, D
+            if not 0 <= value <= most:
+                raise ValueError(f"context_lens holds {value}, must lie in 0 … {most}")
 
 
 # Rung 1 --------------------------------------------------------------------------------------
@@ -558,10 +583,7 @@ def decode_attention_split_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (h, split, b) does what rung 2 does, for SPLIT keys of the context.
-
-    It leaves their softmax in partial [B, H, splits, D], log2 of their sum in lse [B, H, splits].
-    """
+    """Program (h, split, b) leaves the softmax of SPLIT keys in partial, its weight in lse."""
     h, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = split * SPLIT
     end = tl.minimum(tl.minimum(tl.load(context_lens_ptr + b), S), first + SPLIT)
@@ -996,26 +1018,30 @@ def decode_attention_fused_kernel(
         )  # fmt: skip
 
 
-def check_memory(q: Tensor, H_kv: int, splits: int, out: Tensor | None, workspace) -> Tensor:
-    """The output, `out` or a new one. ValueError where `out` or `workspace` does not fit."""
+def memory(
+    q: Tensor, H_kv: int, max_context: int, out: Tensor | None, workspace: Workspace | None
+) -> tuple[Tensor, Workspace]:
+    """`out` and `workspace`, or new ones. ValueError where they do not fit."""
     B, H, D = q.shape
+    splits = splits_for(B, H_kv, max_context)
     if out is None:
         out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
     lab.check_tensors(q=q, out=out)
     if out.shape != q.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, must be {tuple(q.shape)} like q")
     lab.check_contiguous(out=out)
-    if workspace is not None:
-        wanted = (B, H, splits, D), (B, H, splits), torch.float32, torch.int32, q.device
-        partial, lse, counters = workspace
-        got = partial.shape, lse.shape, lse.dtype, counters.dtype, counters.device
-        if got != wanted or counters.numel() < B * H_kv:
-            raise ValueError(
-                f"workspace holds {tuple(partial.shape)}, {tuple(lse.shape)} and "
-                f"{counters.numel()} counters on {counters.device}, must fit {wanted[0]} and "
-                f"{B * H_kv} on {q.device}: make one with decode_attention_workspace"
-            )
-    return out
+    if workspace is None:
+        return out, new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
+    wanted = (B, H, splits, D), (B, H, splits), torch.float32, torch.int32, q.device
+    partial, lse, counters = workspace
+    got = partial.shape, lse.shape, lse.dtype, counters.dtype, counters.device
+    if got != wanted or counters.numel() < B * H_kv:
+        raise ValueError(
+            f"workspace holds {tuple(partial.shape)}, {tuple(lse.shape)} and "
+            f"{counters.numel()} counters on {counters.device}, must fit {wanted[0]} and "
+            f"{B * H_kv} on {q.device}: make one with decode_attention_workspace"
+        )
+    return out, workspace
 
 
 def decode_attention_fused(
@@ -1042,12 +1068,9 @@ def decode_attention_fused(
     """
     B, H, H_kv, S, D = check_args(q, k, v, context_lens, max_context, validate)
     lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
-    splits = splits_for(B, H_kv, max_context or S)
-    out = check_memory(q, H_kv, splits, out, workspace)
+    out, workspace = memory(q, H_kv, max_context or S, out, workspace)
+    splits, BLOCK_D = workspace.lse.shape[2], triton.next_power_of_2(D)
     if out.numel() > 0:
-        if workspace is None:
-            workspace = new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
-        BLOCK_D = triton.next_power_of_2(D)
         decode_attention_fused_kernel[(H_kv, splits, B)](
             q,
             k,
@@ -1136,6 +1159,69 @@ template <int W> struct Softmax {
     }
 };
 
+// Stores o of G heads. A row is what is known of a head after some keys: their softmax, D columns
+// in acc, and in lse log2 of the sum of their exponentials. Each team of the block has left one in
+// shared memory, [G, TEAMS], and a merge makes one of those of a head. If other blocks have keys of
+// the head, it goes to the workspace, [G, splits], and the last block merges once more: with the
+// same instructions, which it need not fetch again.
+template <typename T, int D, int G, int WARPS, int TEAMS, int MERGED>
+__device__ void finish(
+    const float* lse, const float* acc, T* o, float* split_acc, float* split_lse, int* counter,
+    int split, int splits, int used) {
+    int count = TEAMS, stride = TEAMS;  // rows of a head, and how far its neighbour's are
+    #pragma unroll 1
+    for (bool whole = used == 1;; whole = true) {
+        __syncthreads();
+        #pragma unroll 1
+        for (int i = threadIdx.x; i < G * D; i += 32 * WARPS) {
+            const int g = i / D, d = i % D;
+            const float *lse_g = lse + g * stride, *column = acc + g * stride * D + d;
+            float m = -1e30f, l = 0, sum = 0;
+            #pragma unroll 1
+            for (int first = 0; first < count; first += MERGED) {
+                float score[MERGED], value[MERGED], top = m;
+                #pragma unroll
+                for (int n = 0; n < MERGED; ++n) {  // all loads before the first is waited for
+                    const bool inside = first + n < count;
+                    score[n] = inside ? lse_g[first + n] : -CUDART_INF_F;
+                    value[n] = inside ? column[(first + n) * D] : 0;
+                }
+                #pragma unroll
+                for (int n = 0; n < MERGED; ++n) top = fmaxf(top, score[n]);
+                const float alpha = exp2f(m - top);
+                m = top;
+                l *= alpha;
+                sum *= alpha;
+                #pragma unroll
+                for (int n = 0; n < MERGED; ++n) {
+                    const float weight = exp2f(score[n] - m);
+                    l += weight;
+                    sum = fmaf(weight, value[n], sum);
+                }
+            }
+            const float y = l > 0 ? sum / l : 0;  // an empty context: zeros, not 0 / 0
+            const int row = g * splits + split;
+            if (whole) o[i] = T(y);
+            else split_acc[row * D + d] = y;
+            if (!whole && d == 0) split_lse[row] = m + log2f(l);
+        }
+        if (whole) return;
+
+        // Releases what the whole block has stored, and acquires what others have.
+        __syncthreads();
+        int before = 0;
+        if (threadIdx.x == 0)
+            before =
+                __nv_atomic_fetch_add(counter, 1, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
+        if (!__syncthreads_or(threadIdx.x == 0 && before == used - 1)) return;
+        if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
+        lse = split_lse;
+        acc = split_acc;
+        count = used;
+        stride = splits;
+    }
+}
+
 // Block (h, split, b) attends to its share of the keys of sequence b and kv head h, for G query
 // heads: to tile `split`, and to every gridDim.y-th after it. The last block of a (b, h) to finish
 // merges them. `slots` says where keys lie, and which may be read before the length is known.
@@ -1143,7 +1229,7 @@ template <int W> struct Softmax {
 // D / W lanes make a team. A tile has LOADS keys for each team of the block, a lane W columns of
 // each. It copies those that it will use, STAGES - 1 tiles ahead, into a ring of STAGES; no other
 // lane looks there, so nothing has to be waited for but the lane's own copies.
-template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, typename Slots>
+template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, int MERGED, typename Slots>
 __device__ void attend(
     const T* q, const T* k, const T* v, const int* context_len, T* o, float* partial, float* lse,
     int* counters, float scale, Slots slots) {
@@ -1151,13 +1237,13 @@ __device__ void attend(
     constexpr int ROWS = 32 / LANES, TEAMS = WARPS * ROWS;  // teams of a warp, of the block
     constexpr int KEYS = LOADS * ROWS;  // of a warp in a tile
     constexpr int CHUNK = G * LOADS < 8 ? G * LOADS : 8;  // scores summed together
-    constexpr int MERGED = G * W < 32 ? 32 / (G * W) : 1;  // splits that a team reads at once
     const int h = blockIdx.x, split = blockIdx.y, H_kv = gridDim.x, splits = gridDim.y;
     const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / LANES;
     const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
     const long long head = ((long long)blockIdx.z * H_kv + h) * G;  // the first of all B·H
     const Pack<T>* k_lane = reinterpret_cast<const Pack<T>*>(k) + h * LANES + lane;
     const Pack<T>* v_lane = reinterpret_cast<const Pack<T>*>(v) + h * LANES + lane;
+    int* counter = counters + blockIdx.z * H_kv + h;
 
     extern __shared__ __align__(16) unsigned char ring_bytes[];
     Pack<T>* ring_s = reinterpret_cast<Pack<T>*>(ring_bytes) + threadIdx.x;
@@ -1165,15 +1251,16 @@ __device__ void attend(
         return ring_s + ((stage * 2 + of_v) * LOADS + u) * THREADS;
     };
     auto first_key = [&](int tile) { return (tile * WARPS + warp) * KEYS; };  // of the warp
-    auto ask = [&](int tile, int stage, int limit) {
-        const int first = first_key(tile);
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            const int i = u * ROWS + row;
-            const long long at = (long long)slots.of(first, i) * (H_kv * LANES);
-            const int left_out = first + i < limit ? 0 : 16;  // bytes: nothing is read past limit
-            __pipeline_memcpy_async(place(stage, 0, u), k_lane + at, 16, left_out);
-            __pipeline_memcpy_async(place(stage, 1, u), v_lane + at, 16, left_out);
+    auto ask = [&](int tile, int stage, int limit) {  // nothing is read from key `limit` on
+        const int first = first_key(tile), last = limit - 1 - first;
+        if (last >= 0) {
+            #pragma unroll
+            for (int u = 0; u < LOADS; ++u) {
+                const int i = min(u * ROWS + row, last);  // past the end, the last key once more
+                const long long at = (long long)slots.of(first, i) * (H_kv * LANES);
+                __pipeline_memcpy_async(place(stage, 0, u), k_lane + at, 16);
+                __pipeline_memcpy_async(place(stage, 1, u), v_lane + at, 16);
+            }
         }
         __pipeline_commit();
         slots.look_up(first_key(tile + splits));
@@ -1183,6 +1270,7 @@ __device__ void attend(
     #pragma unroll
     for (int g = 0; g < G; ++g)
         q_pack[g] = reinterpret_cast<const Pack<T>*>(q)[(head + g) * LANES + lane];
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(counter));  // for the add at the end
     slots.look_up(first_key(split));
     int length = slots.readable(context_len);
     #pragma unroll 1
@@ -1233,10 +1321,14 @@ __device__ void attend(
         }
         #pragma unroll
         for (int u = 0; u < LOADS; ++u) {
+            // Past the end a slot of the ring holds anything, NaN too, and 0 · NaN is NaN. Four
+            // words are replaced here; after the conversion it would be W numbers.
             const bool inside = first_key(tile) + u * ROWS + row < length;
-            const Pack<T> pack = *place(stage, 1, u);
+            uint4 words = *reinterpret_cast<const uint4*>(place(stage, 1, u));
+            if (!inside) words = uint4{};
+            const Pack<T> pack = reinterpret_cast<const Pack<T>&>(words);
             #pragma unroll
-            for (int j = 0; j < W; ++j) value[u][j] = inside ? (float)pack.v[j] : 0;
+            for (int j = 0; j < W; ++j) value[u][j] = (float)pack.v[j];
             #pragma unroll
             for (int g = 0; g < G; ++g) score[g][u] = inside ? score[g][u] : -CUDART_INF_F;
         }
@@ -1244,81 +1336,26 @@ __device__ void attend(
         for (int g = 0; g < G; ++g) state[g].absorb(score[g], value);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    __pipeline_wait_prior(0);  // for the zeros that were asked for past the end
+    __pipeline_wait_prior(0);  // an empty context leaves the first tile under way
 
-    // Merged are first the teams of the block, then, by the last block to get here, the splits.
-    __shared__ float m_s[TEAMS][G], l_s[TEAMS][G];
-    __shared__ bool last_s;
-    float* acc_s = reinterpret_cast<float*>(ring_bytes);  // [TEAMS][G][D], the ring has no use now
-    #pragma unroll 1
-    for (bool whole = used == 1;; whole = true) {
-        __syncthreads();
+    // A row of each team and head, where the ring was.
+    static_assert(G * W * sizeof(float) <= STAGES * 2 * LOADS * sizeof(Pack<T>));
+    __shared__ float lse_s[G * TEAMS];
+    float* acc_s = reinterpret_cast<float*>(ring_bytes);
+    __syncthreads();
+    #pragma unroll
+    for (int g = 0; g < G; ++g) {
+        const float *x = state[g].acc, part = state[g].l > 0 ? 1 / state[g].l : 0;
+        const int at = g * TEAMS + team;
+        if (lane == 0) lse_s[at] = state[g].m + log2f(state[g].l);  // without keys: -inf
         #pragma unroll
-        for (int g = 0; g < G; ++g) {
-            if (lane == 0) {
-                m_s[team][g] = state[g].m;
-                l_s[team][g] = state[g].l;
-            }
-            #pragma unroll
-            for (int j = 0; j < W; j += 4)
-                *reinterpret_cast<float4*>(acc_s + (team * G + g) * D + lane * W + j) =
-                    *reinterpret_cast<float4*>(state[g].acc + j);
-        }
-        __syncthreads();
-        for (int i = threadIdx.x; i < G * D; i += THREADS) {
-            const int g = i / D;
-            float m = m_s[0][g], l = 0, acc = 0;
-            #pragma unroll
-            for (int t = 1; t < TEAMS; ++t) m = fmaxf(m, m_s[t][g]);
-            #pragma unroll
-            for (int t = 0; t < TEAMS; ++t) {
-                const float weight = exp2f(m_s[t][g] - m);
-                l = fmaf(weight, l_s[t][g], l);
-                acc = fmaf(weight, acc_s[t * G * D + i], acc);
-            }
-            const float y = l > 0 ? acc / l : 0;
-            const long long at = (head + g) * splits + split;
-            if (whole) o[head * D + i] = T(y);
-            else partial[at * D + i % D] = y;
-            if (!whole && i % D == 0) lse[at] = m + log2f(l);
-        }
-        if (whole) return;
-
-        // Releases what the whole block has stored, and acquires what others have.
-        int* counter = counters + blockIdx.z * H_kv + h;
-        __syncthreads();
-        if (threadIdx.x == 0)
-            last_s = __nv_atomic_fetch_add(
-                counter, 1, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE) == used - 1;
-        __syncthreads();
-        if (!last_s) return;
-        if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
-
-        // This is attention once more: the splits are the keys, and lse has their scores.
-        #pragma unroll
-        for (int g = 0; g < G; ++g) state[g] = {};
-        #pragma unroll 1
-        for (int first = team; first < used; first += MERGED * TEAMS) {
-            float score[G][MERGED];
-            alignas(16) float value[G][MERGED][W];
-            #pragma unroll
-            for (int g = 0; g < G; ++g)
-                #pragma unroll
-                for (int n = 0; n < MERGED; ++n) {
-                    const bool inside = first + n * TEAMS < used;
-                    const long long at = (head + g) * splits + first;
-                    const float4* from =
-                        reinterpret_cast<float4*>(partial + at * D) + lane * (W / 4);
-                    score[g][n] = inside ? __ldcg(lse + at + n * TEAMS) : -CUDART_INF_F;
-                    #pragma unroll
-                    for (int j = 0; j < W / 4; ++j)
-                        *reinterpret_cast<float4*>(value[g][n] + 4 * j) =
-                            inside ? __ldcg(from + n * TEAMS * D / 4 + j) : float4{};
-                }
-            #pragma unroll
-            for (int g = 0; g < G; ++g) state[g].absorb(score[g], value[g]);
-        }
+        for (int j = 0; j < W; j += 4)
+            *reinterpret_cast<float4*>(acc_s + at * D + lane * W + j) =
+                make_float4(part * x[j], part * x[j + 1], part * x[j + 2], part * x[j + 3]);
     }
+    finish<T, D, G, WARPS, TEAMS, MERGED>(
+        lse_s, acc_s, o + head * D, partial + head * splits * D, lse + head * splits, counter,
+        split, splits, used);
 }
 """
 PIPELINED = (
@@ -1333,12 +1370,12 @@ struct Contiguous {
     __device__ int of(int s, int i) const { return first + s + i; }
 };
 
-template <typename T, int D, int G, int WARPS, int LOADS, int STAGES>
+template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, int MERGED>
 __global__ void __launch_bounds__(32 * WARPS, (G > 4 ? 8 : 16) / WARPS)
 decode_attention_pipelined_kernel(
     const T* q, const T* k, const T* v, const int* context_lens, T* o, float* partial, float* lse,
     int* counters, float scale, int S) {
-    attend<T, D, G, WARPS, LOADS, STAGES>(
+    attend<T, D, G, WARPS, LOADS, STAGES, MERGED>(
         q, k, v, context_lens + blockIdx.z, o, partial, lse, counters, scale,
         Contiguous{(int)blockIdx.z * S, S});
 }
@@ -1348,16 +1385,17 @@ CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat1
 
 
 def instances(source: str, name: str) -> dict:
-    """Dtype, D and G -> the instance of a kernel template; what is launched is compiled."""
+    """Dtype, D, G and warps -> the instance of a kernel template; what is launched is compiled."""
     return {
-        (dtype, D, G): lab.cuda_kernel(
+        (dtype, D, G, warps): lab.cuda_kernel(
             source,
-            f"{name}<{T}, {D}, {G}, {BLOCK_WARPS}, {LOADS}, {STAGES}>",
+            f"{name}<{T}, {D}, {G}, {warps}, {LOADS}, {STAGES}, {MERGED}>",
             options={"use_fast_math": True},  # exp2 in one instruction
         )
         for dtype, T in CPP_TYPES
         for D in HEAD_SIZES
         for G in GROUPS
+        for warps in (WARPS // 2, WARPS)
     }
 
 
@@ -1368,6 +1406,28 @@ def takes(G: int, D: int, slots: int, *vectors: Tensor) -> bool:
     """Whether rung 5's kernel can do it: sizes it has, and memory that begins with a vector."""
     late = any(x.data_ptr() % VECTOR_BYTES for x in vectors)
     return not (SIMULATED or late) and D in HEAD_SIZES and G in GROUPS and slots <= MAX_SLOTS
+
+
+def ring_shape(B: int, H_kv: int, max_context: int, row_bytes: int) -> tuple[int, int]:
+    """Warps of rung 5's blocks, and blocks that share a context; a key has `row_bytes` in a head.
+
+    Where SMs get several blocks each, 4 warps will do: together they have as much under way as one
+    block of 8. Otherwise 8, and contexts are shared out. One round of loads merges MERGED parts;
+    more of them than that take another trip, so each should have 4 tiles to save it again.
+    """
+    if B * H_kv > SMS:
+        return WARPS // 2, 1
+    tiles = triton.cdiv(max_context, LOADS * rows(row_bytes, 1, WARPS))
+    most = min(SMS // max(1, B * H_kv), tiles)
+    return WARPS, min(most, max(MERGED, tiles // 4))
+
+
+def ring_launcher(kernels: dict, q: Tensor, H_kv: int, max_context: int):
+    """The instance of `kernels` for q, ready for its arguments."""
+    B, H, D = q.shape
+    warps, splits = ring_shape(B, H_kv, max_context, D * q.itemsize)
+    ring = STAGES * 2 * LOADS * warps * WARP * VECTOR_BYTES
+    return kernels[q.dtype, D, H // H_kv, warps][(H_kv, splits, B), WARP * warps, ring]
 
 
 def decode_attention_pipelined(
@@ -1392,12 +1452,9 @@ def decode_attention_pipelined(
         how = {"max_context": max_context, "out": out, "workspace": workspace}
         return decode_attention_fused(q, k, v, context_lens, **how)
     lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
-    splits = splits_for(B, H_kv, max_context or S)
-    out = check_memory(q, H_kv, splits, out, workspace)
+    out, workspace = memory(q, H_kv, max_context or S, out, workspace)
     if out.numel() > 0:
-        if workspace is None:
-            workspace = new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
-        PIPELINED_KERNELS[q.dtype, D, H // H_kv][(H_kv, splits, B), WARP * BLOCK_WARPS, RING_BYTES](
+        ring_launcher(PIPELINED_KERNELS, q, H_kv, max_context or S)(
             q, k, v, context_lens, out, *workspace, np.float32(D**-0.5 * LOG2_E), np.int32(S)
         )
     return out

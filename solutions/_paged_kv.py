@@ -35,12 +35,23 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from solutions import _decode_attention as contiguous
-from solutions._decode_attention import ATTEND, LOG2_E, Workspace, attended, finish, queries
+from solutions._decode_attention import (
+    ATTEND,
+    LOG2_E,
+    QWEN_SMALL,
+    Lengths,
+    Queries,
+    Workspace,
+    attended,
+    finish,
+    memory,
+    queries,
+    sizes,
+)
 
-THREADS = 32  # threads of a block of rung 1, which copies a page
+THREADS = 32  # threads of a block of rung 2, which copies a page
 WRITE_WARPS = 4  # of a program that writes a token
 INTS = (torch.int32, torch.int64)
-Queries, Lengths = Float[Tensor, "B H D"], Int32[Tensor, " B"]
 Pages, BlockTable = Float[Tensor, "P page H_kv D"], Int32[Tensor, "B max_pages"]
 
 # Problem -------------------------------------------------------------------------------------
@@ -264,13 +275,6 @@ def in_order(table: BlockTable) -> BlockTable:
     return torch.arange(table.shape[1], device=table.device).to(torch.int32).expand(table.shape)
 
 
-def sizes(*each: tuple[int, ...], **more: int) -> tuple[dict[str, int], ...]:
-    """(B, H, H_kv, S, D, page) as the dicts that a problem wants."""
-    names = ("B", "H", "H_kv", "S", "D", "page")
-    return tuple(dict(zip(names, s, strict=True)) | more for s in each)
-
-
-QWEN_SMALL = {"H": 16, "H_kv": 8, "D": 128}  # Qwen3-0.6B
 PAGES = (16, 64, 256)
 CONTEXTS = (128, 512, 2048, 4096)
 
@@ -466,21 +470,13 @@ def check_args(
         raise ValueError(
             f"block_table has shape {tuple(block_table.shape)}, must be ({B}, max_pages)"
         )
-    if context_lens.shape != (B,):
-        raise ValueError(f"context_lens has shape {tuple(context_lens.shape)}, must be ({B},)")
     if block_table.device != q.device:
         raise ValueError(f"block_table is on {block_table.device}, must be on {q.device} like q")
     num_pages, page_size, H_kv, _ = shape
     max_pages = block_table.shape[1]
-    most = max_pages * page_size
-    if H % H_kv or not 1 <= H // H_kv <= contiguous.MAX_GROUP:
-        raise ValueError(f"{H=} query heads must be 1 to {contiguous.MAX_GROUP} times {H_kv=}")
-    if max_context is not None and not 1 <= max_context <= most:
-        raise ValueError(f"{max_context=} must lie in 1 … {most}, the slots of a table row")
+    most, place = max_pages * page_size, "slots of a table row"
+    contiguous.check_contexts(q, H_kv, context_lens, most, place, max_context, validate)
     if B > 0 and (validate or not context_lens.is_cuda):
-        for value in (int(context_lens.min()), int(context_lens.max())):
-            if not 0 <= value <= most:
-                raise ValueError(f"context_lens holds {value}, must lie in 0 … {most}")
         first = torch.arange(max_pages, device=q.device) * page_size  # token of each table entry
         used = block_table[first < context_lens[:, None]]
         for value in (int(used.min()), int(used.max())) if used.numel() else ():
@@ -491,7 +487,7 @@ def check_args(
     return B, H, H_kv, D, page_size, max_pages
 
 
-# Writing -------------------------------------------------------------------------------------
+# Rung 1 --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -572,7 +568,7 @@ def paged_kv_write(
     return k_cache, v_cache
 
 
-# Rung 1 --------------------------------------------------------------------------------------
+# Rung 2 --------------------------------------------------------------------------------------
 
 
 @cuda.jit
@@ -610,7 +606,7 @@ def paged_kv_gathered(
     return contiguous.library(q, k, v, context_lens)
 
 
-# Rung 2 --------------------------------------------------------------------------------------
+# Rung 3 --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["PAGES", "SPLITS"])
@@ -693,19 +689,16 @@ def launch(
     workspace: Workspace | None,
     validate: bool,
 ) -> Tensor:
-    """Launch rung 2's or rung 3's kernel, which take the same arguments."""
+    """Launch rung 3's or rung 4's kernel, which take the same arguments."""
     args = q, k_cache, v_cache, block_table, context_lens
     B, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
     lab.check_contiguous(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens
     )
-    splits = contiguous.splits_for(B, H_kv, max_context or max_pages * page_size)
-    out = contiguous.check_memory(q, H_kv, splits, out, workspace)
+    out, workspace = memory(q, H_kv, max_context or max_pages * page_size, out, workspace)
+    splits, BLOCK_D = workspace.lse.shape[2], triton.next_power_of_2(D)
+    num_warps = contiguous.WARPS
     if out.numel() > 0:
-        if workspace is None:
-            counters = contiguous.zero_counters(B * H_kv, q.device)
-            workspace = contiguous.new_workspace(q, H_kv, splits, counters)
-        BLOCK_D, num_warps = triton.next_power_of_2(D), contiguous.WARPS
         kernel[(H_kv, splits, B)](
             *args,
             out,
@@ -748,7 +741,7 @@ def paged_kv_direct(
     return launch(paged_kv_direct_kernel, *args, max_context, out, workspace, validate)
 
 
-# Rung 3 --------------------------------------------------------------------------------------
+# Rung 4 --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -813,7 +806,7 @@ def paged_kv_prefetched_kernel(
     MERGE_UNROLL: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
 ):
-    """Program (h, split, b) does what rung 2's does, with everything asked for early.
+    """Program (h, split, b) does what rung 3's does, with everything asked for early.
 
     While it works on the keys of a round, those of the next are on their way, and the page ids of
     the one after that.
@@ -875,7 +868,7 @@ def paged_kv_prefetched(
     return launch(paged_kv_prefetched_kernel, *args, max_context, out, workspace, validate)
 
 
-# Rung 4 --------------------------------------------------------------------------------------
+# Rung 5 --------------------------------------------------------------------------------------
 
 PIPELINED = (
     ATTEND
@@ -896,13 +889,13 @@ struct Paged {
     }
 };
 
-template <typename T, int D, int G, int WARPS, int LOADS, int STAGES>
+template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, int MERGED>
 __global__ void __launch_bounds__(32 * WARPS, (G > 4 ? 8 : 16) / WARPS)
 paged_kv_pipelined_kernel(
     const T* q, const T* k_cache, const T* v_cache, const int* block_table,
     const int* context_lens, T* o, float* partial, float* lse, int* counters, float scale,
     int max_pages, int page_size) {
-    attend<T, D, G, WARPS, LOADS, STAGES>(
+    attend<T, D, G, WARPS, LOADS, STAGES, MERGED>(
         q, k_cache, v_cache, context_lens + blockIdx.z, o, partial, lse, counters, scale,
         Paged{block_table + (long long)blockIdx.z * max_pages, page_size, max_pages * page_size});
 }
@@ -925,11 +918,11 @@ def paged_kv_pipelined(
 ) -> Queries:
     """Chapter 10's last kernel, with page ids looked up a tile ahead of the copies they are for.
 
-    Rung 3's kernel does the work for the sizes and the memory that chapter 10's does not take, and
-    under the simulators. Arguments and errors are those of rung 3.
+    Rung 4's kernel does the work for the sizes and the memory that chapter 10's does not take, and
+    under the simulators. Arguments and errors are those of rung 4.
     """
     args = q, k_cache, v_cache, block_table, context_lens
-    B, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
+    _, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
     most = max_pages * page_size
     slots = max(len(k_cache) * page_size, most)
     if not contiguous.takes(H // H_kv, D, slots, q, k_cache, v_cache):
@@ -937,14 +930,9 @@ def paged_kv_pipelined(
     lab.check_contiguous(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens
     )
-    splits = contiguous.splits_for(B, H_kv, max_context or most)
-    out = contiguous.check_memory(q, H_kv, splits, out, workspace)
+    out, workspace = memory(q, H_kv, max_context or most, out, workspace)
     if out.numel() > 0:
-        if workspace is None:
-            counters = contiguous.zero_counters(B * H_kv, q.device)
-            workspace = contiguous.new_workspace(q, H_kv, splits, counters)
-        grid, threads = (H_kv, splits, B), contiguous.WARP * contiguous.BLOCK_WARPS
-        PIPELINED_KERNELS[q.dtype, D, H // H_kv][grid, threads, contiguous.RING_BYTES](
+        contiguous.ring_launcher(PIPELINED_KERNELS, q, H_kv, max_context or most)(
             *args,
             out,
             *workspace,

@@ -1,6 +1,6 @@
 """Check the rungs of paged_kv on this GPU, compare bits with chapter 10, then time page sizes.
 
-    PYTHONPATH=. python solutions/_tuning/paged_kv.py        at most 75 s, at most 45 lines
+PYTHONPATH=. python solutions/_tuning/paged_kv.py        at most 75 s, at most 45 lines
 """
 
 import labkit as lab
@@ -42,6 +42,7 @@ def check_one(name: str, dtype: str) -> None:
 
 
 def guarded(what, fn) -> None:
+    """What `fn` says, or what went wrong in one line; printed."""
     try:
         print(what, fn())
     except Exception:
@@ -66,6 +67,7 @@ def same_bits() -> str:
 
 
 def graph_holds() -> str:
+    """Capture with out and workspace, change all inputs, replay."""
     size = {"B": 3, "S": 3000, "page": 64, "ragged": 1, **MODEL}
     args = P.inputs(torch.bfloat16, seed=1, **size)
     out, ws = torch.empty_like(args[0]), pk.paged_kv_workspace(args[0], args[1], args[3])
@@ -86,6 +88,7 @@ def graph_holds() -> str:
 
 
 def time_size(B: int, S: int, page: int) -> None:
+    """All rungs of attention, and what they are compared with, in one line."""
     args = P.inputs(torch.bfloat16, B=B, S=S, page=page, **MODEL)
     out, ws = torch.empty_like(args[0]), pk.paged_kv_workspace(args[0], args[1], args[3])
     one = [pk.gathered(x, args[3]) for x in args[1:3]]
@@ -107,11 +110,12 @@ def time_size(B: int, S: int, page: int) -> None:
     share = read / (t["pipelined"] * 1e-6) / ceilings()["read_bytes_per_s"]
     line = "  ".join(f"{k} {v:.2f}" for k, v in t.items())
     ratios = t["pipelined"] / t["contiguous"], t["gather, SDPA"] / t["pipelined"]
-    print(f"B={B} S={S} page={page}: {line} µs; {ratios[0]:.2f} contiguous, gather {ratios[1]:.1f}x,"
-          f" {share:.0%} of read", flush=True)  # fmt: skip
+    found = f"{ratios[0]:.2f} contiguous, gather {ratios[1]:.1f}x, {share:.0%} of read"
+    print(f"B={B} S={S} page={page}: {line} µs; {found}", flush=True)
 
 
 def time_write(T: int) -> None:
+    """Writing T tokens, and indexing."""
     problem = pk.PAGED_KV_WRITE
     args = problem.inputs(torch.bfloat16, T=T, H_kv=8, D=128, page=16)
     calls = {f.__name__: lambda f=f: f(*args) for f in (pk.paged_kv_write, pk.write_library)}
@@ -122,6 +126,7 @@ def time_write(T: int) -> None:
 
 
 def main() -> None:
+    """Checks in processes of their own, then times."""
     jobs = [
         (r.name, d, subprocess.Popen([sys.executable, __file__, "check", r.name, d],
                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
