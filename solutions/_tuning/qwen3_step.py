@@ -10,7 +10,6 @@ and kept if the sum gains by it. The work is done in a process of its own: if a 
 breaks the GPU, another process goes on with the next one.
 """
 
-import labkit as lab
 from labkit import compile_worker
 from labkit.compile import compile_cuda
 
@@ -22,94 +21,30 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from solutions._qwen3_decode import kernels, reference, weights
+from solutions._qwen3_decode import reference, weights
 from solutions._qwen3_decode.config import QWEN3_0_6B
 from solutions._qwen3_decode.step import DecodeStep
-from solutions._tuning.qwen3_step_candidates import CANDIDATES, LAYER, PHASES, Candidate, together
-from solutions._tuning.qwen3_step_texts import text_of
+from solutions._tuning.qwen3_step_candidates import CANDIDATES, LAYER, Candidate, plan, together
 
-LIMIT, SINGLES_END, SILENCE = 108, 80, 25  # seconds; of a process that says nothing
+LIMIT, SINGLES_END, SILENCE = 108, 76, 25  # seconds; of a process that says nothing
 CONTEXTS, TOKENS, RUNS = (512, 8192), 64, 9
 BARS = (550, 800)  # µs: a candidate's score is the sum of its fractions of these
 SLOTS = 80  # of the cache, beside the context
 LEAST_GAIN = 0.001  # of the score, for a candidate to be kept
+MOST_GAP = 0.1  # of the largest logit: more is no matter of last bits
 AS_IT_IS = Candidate("as it is", "")
-FUNCTIONS = {  # of kernels.py -> the phase, which may depend on the keywords
-    "norm_gemv": lambda how: "first" if how["first"] else "qkv",
-    "attention": lambda how: "attention",
-    "new_partials": lambda how: "attention",
-    "gemv_residual": lambda how: "down" if how["name"] == "intermediate_size" else "o",
-    "norm_gate_up": lambda how: "gate_up",
-    "norm_head": lambda how: "head",
-}
-WEIGHTS_OF = {"o": 1, "down": 1}  # which argument they are; else the third
 
 
 # Chains ----------------------------------------------------------------------------------------
-
-
-@cache
-def kernel_of(text: str, name: str, **options):
-    return lab.cuda_kernel(text, name, options=options)
-
-
-@contextmanager
-def patched(values: dict[str, object]):
-    """Names of kernels.py with other values."""
-    before = {name: getattr(kernels, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(kernels, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(kernels, name, value)
-
-
-def plan(step: DecodeStep, candidate: Candidate) -> list[tuple[str, kernels.Launch]]:
-    """The launches of a step with a candidate's changes, each with its phase."""
-    texts = {p: text_of(candidate.edits.get(p, ())) for p in PHASES}
-
-    def changed(name):
-        function, phase_of = getattr(kernels, name), FUNCTIONS[name]
-
-        def call(*args, **how):
-            phase = phase_of(how)
-            constants = candidate.constants.get(phase, {})
-            text = texts[phase]
-            with patched(
-                constants | {"cuda_kernel": lambda name, **options: kernel_of(text, name, **options)}
-            ):
-                return function(*args, **how)
-
-        return call
-
-    with patched({name: changed(name) for name in FUNCTIONS}):
-        launches = list(step._plan(132))
-    phases = [*LAYER] * (len(launches) // len(LAYER))
-    phases = ["first", *phases[1:], "head"]
-    for i, (phase, launch) in enumerate(zip(phases, launches, strict=True)):
-        if phase == "attention" and candidate.splits:
-            launches[i] = launch = launch._replace(grid=(launch.grid[0], candidate.splits))
-        if phase in candidate.ahead:
-            distance, share = candidate.ahead[phase]
-            j = i + distance
-            last = j >= len(launches) - 1
-            w = launches[i if last else j].args[WEIGHTS_OF.get(phases[j], 2)] if not last else None
-            count = 0 if last else int(w.numel() * w.element_size() * share) // 16 * 16
-            more = (launch.args[0] if last else w, np.uint32(count))
-            launches[i] = launch._replace(args=(*launch.args, *more))
-    return list(zip(phases, launches, strict=True))
 
 
 class Chain:
@@ -117,6 +52,7 @@ class Chain:
 
     def __init__(self, step: DecodeStep, context: int, launches, dependent=True, tokens=1) -> None:
         self.step, self.context, self.tokens = step, context, tokens
+        self.launches = launches  # the graph has the addresses of their memory
         self.start()
         for launch in launches:  # compiles, and an error shows here
             launch(programmatic=dependent)
@@ -128,6 +64,7 @@ class Chain:
                     launch(programmatic=dependent)
 
     def start(self) -> None:
+        """Back to the context's end."""
         self.step.start(1, self.context)
 
     def decode(self, count: int) -> tuple[list[int], torch.Tensor]:
@@ -172,13 +109,14 @@ def steps() -> list[DecodeStep]:
 
 
 def say(*words) -> None:
+    """Print at once."""
     print(*words, flush=True)
 
 
-def phases(made: list[DecodeStep]) -> None:
+def phases(made: list[DecodeStep], candidate: Candidate) -> None:
     """Each phase alone, and the chain without it, as the probe had them."""
     say("phase alone: 28 launches (head: 1), µs a token, dependent | not | chain without it")
-    plans = [plan(step, AS_IT_IS) for step in made]
+    plans = [plan(step, candidate) for step in made]
     for names in (("first", "qkv"), *((p,) for p in (*LAYER[1:], "head"))):
         row = []
         for step, context, launches in zip(made, CONTEXTS, plans, strict=True):
@@ -188,37 +126,42 @@ def phases(made: list[DecodeStep]) -> None:
             found = [Chain(step, context, alone, d).us(5) for d in (True, False)]
             found.append(Chain(step, context, rest).us(5))
             row.append(" | ".join(f"{us:6.1f}" for us in found))
-        say(f"  {names[-1]:10s} " + "   ".join(f"{c}: {r}" for c, r in zip(CONTEXTS, row, strict=True)))
+        say(
+            f"  {names[-1]:10s} "
+            + "   ".join(f"{c}: {r}" for c, r in zip(CONTEXTS, row, strict=True))
+        )
 
 
-def agreement(base: list[Chain], chains: list[Chain]) -> str:
-    """Where tokens part from those of the chain as it is, and how far logits are from its."""
-    words = []
+def agreement(base: list[Chain], chains: list[Chain]) -> tuple[str, bool]:
+    """Where tokens part from those of the chain as it is, and whether the logits are near.
+
+    Other orders of sums give other last bits. Then sooner or later another token is the largest.
+    """
+    words, good = [], True
     for one, other in zip(base, chains, strict=True):
         (want, _), (got, last) = one.decode(TOKENS), other.decode(TOKENS)
         same = next((i for i in range(TOKENS) if want[i] != got[i]), TOKENS)
         count = min(TOKENS, (same // other.tokens + 1) * other.tokens)
         a, b = (c.decode(count)[1].float() for c in (one, other))
-        gap = (a - b).abs().max().item()
-        word = "same" if same == TOKENS and gap == 0 else f"{same} tokens, logits {gap:.3g}"
+        gap = (a - b).abs().max().item() / a.abs().max().item()
         again = other.decode(TOKENS)
-        if again[0] != got or not torch.equal(again[1], last):
-            word += " NOT THE SAME TWICE"
-        if not bool(torch.isfinite(last).all()):
-            word += " NOT FINITE"
-        words.append(word)
-    return words[0] if len(set(words)) == 1 else " | ".join(words)
+        stable = again[0] == got and torch.equal(again[1], last)
+        good = good and stable and gap < MOST_GAP  # not so if it is NaN
+        off = f"{same} tokens, logits off by {gap:.1%}"
+        words.append(("same" if same == TOKENS and not gap else off) + " NOT STABLE" * (not stable))
+    return " | ".join(dict.fromkeys(words)), good
 
 
 class Session:
     """What a process knows, and leaves behind in a file for the next one."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.done = path, {"times": {}, "now": None, "failed": [], "kept": []}
+        self.path, self.done = path, {"times": {}, "now": None, "failed": []}
         if path.exists():
             self.done = json.loads(path.read_text())
 
     def save(self, **what) -> None:
+        """Change entries of the file."""
         self.done |= what
         self.path.write_text(json.dumps(self.done))
 
@@ -236,7 +179,7 @@ class Session:
                 Chain(step, context, [x for _, x in plan(step, candidate)], tokens=candidate.tokens)
                 for step, context in zip(made, CONTEXTS, strict=True)
             ]
-            how = agreement(base, chains) if base else ""
+            how, good = agreement(base, chains) if base else ("", True)
             found = [chain.us() for chain in chains]
         except Exception as why:
             self.save(failed=[*self.done["failed"], name])
@@ -245,12 +188,19 @@ class Session:
             return None
         first = self.done["times"].get(AS_IT_IS.name, found)
         change = ", ".join(f"{us - was:+6.1f}" for us, was in zip(found, first, strict=True))
-        say(f"  {found[0]:6.1f} {found[1]:6.1f}  {change}  {name}  [{candidate.expected}]  {how}")
+        title = (
+            f"{parts[0].name}  [{parts[0].expected}]" if len(parts) < 2 else f"+ {parts[-1].name}"
+        )
+        say(f"  {found[0]:6.1f} {found[1]:6.1f}  {change}  {title}  {how}")
+        if not good:
+            self.save(failed=[*self.done["failed"], name])
+            return None
         self.save(times=self.done["times"] | {name: found})
         return found
 
 
 def score(times: list[float]) -> float:
+    """The less, the better; 2 where both bars are just met."""
     return sum(us / bar for us, bar in zip(times, BARS, strict=True))
 
 
@@ -261,12 +211,13 @@ def work(path: Path, begun: float) -> None:
         Chain(step, context, [x for _, x in plan(step, AS_IT_IS)])
         for step, context in zip(made, CONTEXTS, strict=True)
     ]
-    compile_all([x for c in CANDIDATES for x in plans_of(made[0], c)], "sm_90")
-    say(f"µs at {CONTEXTS[0]} and {CONTEXTS[1]}, change, [expected], tokens; {time.time() - begun:.0f} s")
+    compile_all(made[0])
+    say(f"µs at {CONTEXTS}, change, [expected], tokens; {time.time() - begun:.0f} s")
+    base[0].us()  # the clocks rise
     as_it_is = session.time(made, [], (AS_IT_IS,))
     if not session.done.get("phases"):
         session.save(phases=True)
-        phases(made)
+        phases(made, AS_IT_IS)
 
     def baseline(when: str) -> None:
         say(f"  {base[0].us():6.1f} {base[1].us():6.1f}  {AS_IT_IS.name}, {when}")
@@ -286,13 +237,22 @@ def work(path: Path, begun: float) -> None:
     kept, best = (), as_it_is
     say("together:")
     for candidate in helpful:
-        if time.time() - begun > LIMIT - 8:
+        if time.time() - begun > LIMIT - 12:
             break
         found = session.time(made, base, (*kept, candidate))
         if found and score(found) < score(best) - LEAST_GAIN * len(BARS):
             kept, best = (*kept, candidate), found
     baseline("at the end")
     say(f"best {best[0]:.1f} {best[1]:.1f}: {' + '.join(c.name for c in kept)}")
+    for parts in ((AS_IT_IS,), kept):
+        one = together(parts)
+        plans = [[x for _, x in plan(step, one)] for step in made]
+        found = [
+            Chain(step, context, launches, dependent=False, tokens=one.tokens).us()
+            for step, context, launches in zip(made, CONTEXTS, plans, strict=True)
+        ]
+        say(f"  {found[0]:6.1f} {found[1]:6.1f}  without dependent launch: {one.name}")
+    phases(made, together(kept))
     session.save(now=None, finished=True)
 
 
@@ -325,25 +285,18 @@ def supervise() -> None:
 # Without a GPU ----------------------------------------------------------------------------------
 
 
-def plans_of(step: DecodeStep, candidate: Candidate) -> list[kernels.Launch]:
-    """Launches of a candidate, or none where it cannot be planned."""
-    try:
-        return [x for _, x in plan(step, candidate)]
-    except Exception:
-        say(f"  {candidate.name}:", traceback.format_exc().splitlines()[-1])
-        return []
-
-
-def compile_all(launches: list[kernels.Launch], arch: str) -> None:
-    """Many at a time; errors show again where a kernel is used."""
+def compile_all(step: DecodeStep) -> None:
+    """Every candidate's kernels, many at a time; errors show again where a kernel is used."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for future in [pool.submit(compile_cuda, k, arch) for k in {x.kernel for x in launches}]:
-            future.exception()
+        for candidate in CANDIDATES:
+            for kernel in {launch.kernel for _, launch in plan(step, candidate)}:
+                pool.submit(compile_cuda, kernel, "sm_90")
 
 
-def code_of(kernel, arch: str = "sm_90") -> dict[str, int]:
-    """Registers, stack, loads under way at the wait, where the trigger is, what follows."""
-    dump = compile_worker._disassemble(compile_cuda(kernel, arch).code)
+@cache
+def code_of(kernel) -> dict[str, int]:
+    """Registers, stack, wide loads before the wait and streamed ones after it, instructions."""
+    dump = compile_worker._disassemble(compile_cuda(kernel, "sm_90").code)
     lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*?);", dump, re.MULTILINE)
     wait = next(i for i, line in enumerate(lines) if "ACQBULK" in line)
     registers, stack = (int(re.search(rf"{what}:(\d+)", dump)[1]) for what in ("REG", "STACK"))
@@ -351,6 +304,7 @@ def code_of(kernel, arch: str = "sm_90") -> dict[str, int]:
         "registers": registers,
         "stack": stack,
         "early": sum("LDG" in x and ".128" in x for x in lines[:wait]),
+        "late": sum("LDG" in x and ".NA" in x and ".128" in x for x in lines[wait:]),
         "trigger": next(i for i, line in enumerate(lines) if "PREEXIT" in line) - wait,
         "after": len(lines) - wait,
     }
@@ -358,30 +312,24 @@ def code_of(kernel, arch: str = "sm_90") -> dict[str, int]:
 
 def compile_card() -> None:
     """A line for each kernel that a candidate changes, and whether neighbours fit into an SM."""
-    model = weights.random_model(reduced(QWEN3_0_6B))
+    model = weights.random_model(replace(QWEN3_0_6B, num_hidden_layers=2))
     cache = reference.new_cache(model.config, CONTEXTS[1] + SLOTS, torch.bfloat16, "cpu")
     step, seen = DecodeStep(model, cache), set()
     for candidate in (AS_IT_IS, *CANDIDATES):
         say(candidate.name)
-        launches = plan(step, candidate)
-        room = []
-        for (phase, x), (_, following) in zip(launches[1:6], launches[2:7], strict=True):
+        launches, room = plan(step, candidate), []
+        for phase, x in launches:
+            if x.kernel not in seen:
+                seen.add(x.kernel)
+                say(f"  {phase:10s} {x.kernel.name:40s} {code_of(x.kernel)}")
+        for (phase, x), (_, following) in pairwise(launches[1:7]):
             used = sum(
                 k * launch.block * -(-code_of(launch.kernel)["registers"] // 8) * 8
                 for k, launch in ((-(-prod(x.grid) // 132), x), (1, following))
             )
             if used > 65536:
                 room.append(f"{phase} and the next: {used} registers")
-            if x.kernel not in seen:
-                seen.add(x.kernel)
-                say(f"  {phase:10s} {x.kernel.name:40s} {code_of(x.kernel)}")
         say("  no room:", *room) if room else None
-
-
-def reduced(config):
-    from dataclasses import replace
-
-    return replace(config, num_hidden_layers=2)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,22 @@ wait wherever the kernel before triggers early (attention before o, gate_up befo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import labkit as lab
 
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from solutions._qwen3_decode import kernels
+from solutions._qwen3_decode.step import DecodeStep
 from solutions._tuning.qwen3_step_texts import (
     CLUSTERS,
     EVICT_FIRST,
     FENCES,
     GATE_UP_SIGNATURE,
+    LINES_OF_128,
     MMA_GATE_UP,
     MMA_QKV,
     MMA_RESIDUAL,
@@ -48,6 +57,7 @@ from solutions._tuning.qwen3_step_texts import (
     after,
     before,
     between,
+    text_of,
 )
 
 LAYER = ("qkv", "attention", "o", "gate_up", "down")
@@ -82,10 +92,76 @@ def together(parts: tuple[Candidate, ...]) -> Candidate:
     if len(splits - {0}) > 1 or len(tokens - {1}) > 1:
         raise ValueError(f"{splits=} {tokens=}")
     name = " + ".join(c.name for c in parts)
-    return Candidate(name, "", edits, constants, ahead, max(splits, default=0), max(tokens, default=1))
+    return Candidate(
+        name, "", edits, constants, ahead, max(splits, default=0), max(tokens, default=1)
+    )
 
 
-ONE_WARP_A_ROW = {"SHARES": (1,), "SHARE_PACKS": 12}
+FUNCTIONS = {  # of kernels.py -> the phase, which may depend on the keywords
+    "norm_gemv": lambda how: "first" if how["first"] else "qkv",
+    "attention": lambda how: "attention",
+    "new_partials": lambda how: "attention",
+    "gemv_residual": lambda how: "down" if how["name"] == "intermediate_size" else "o",
+    "norm_gate_up": lambda how: "gate_up",
+    "norm_head": lambda how: "head",
+}
+WEIGHTS_OF = {"o": 1, "down": 1}  # which argument they are; else the third
+
+
+@cache
+def kernel_of(text: str, name: str, **options):
+    """kernels.py's `cuda_kernel`, for another text."""
+    return lab.cuda_kernel(text, name, options=options)
+
+
+@contextmanager
+def patched(values: dict[str, object]):
+    """Names of kernels.py with other values."""
+    were = {name: getattr(kernels, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(kernels, name, value)
+        yield
+    finally:
+        for name, value in were.items():
+            setattr(kernels, name, value)
+
+
+def plan(step: DecodeStep, candidate: Candidate) -> list[tuple[str, kernels.Launch]]:
+    """The launches of a step with a candidate's changes, each with its phase."""
+    texts = {p: text_of(candidate.edits.get(p, ())) for p in PHASES}
+
+    def changed(name):
+        function, phase_of = getattr(kernels, name), FUNCTIONS[name]
+
+        def call(*args, **how):
+            phase = phase_of(how)
+            constants = candidate.constants.get(phase, {})
+            text = texts[phase]
+            with patched(
+                constants
+                | {"cuda_kernel": lambda name, **options: kernel_of(text, name, **options)}
+            ):
+                return function(*args, **how)
+
+        return call
+
+    with patched({name: changed(name) for name in FUNCTIONS}):
+        launches = list(step._plan(lab.DEVICE.sms or 132))
+    phases = [*LAYER] * (len(launches) // len(LAYER))
+    phases = ["first", *phases[1:], "head"]
+    for i, (phase, launch) in enumerate(zip(phases, launches, strict=True)):
+        if phase == "attention" and candidate.splits:
+            launches[i] = launch = launch._replace(grid=(launch.grid[0], candidate.splits))
+        if phase in candidate.ahead:
+            distance, share = candidate.ahead[phase]
+            w, count = launch.args[0], 0
+            if i + distance < len(launches) - 1:  # the head is no target
+                w = launches[i + distance].args[WEIGHTS_OF.get(phases[i + distance], 2)]
+                count = int(w.numel() * w.element_size() * share) // 16 * 16
+            launches[i] = launch._replace(args=(*launch.args, w, np.uint32(count)))
+    return list(zip(phases, launches, strict=True))
+
 
 # Into L2 ahead of use -------------------------------------------------------------------------
 
@@ -110,8 +186,8 @@ KV_LOAD = "    load(split, k, v);\n"
 def kv_ahead(tiles: int) -> tuple[Edit, ...]:
     """So many tiles of K and V ahead of the one in registers, the first of them before the wait."""
     start = f"""
-    // A tile is one piece of memory, of which each head's block fetches an equal part. The last tile
-    // is no whole one.
+    // A tile is one piece of memory, of which each head's block fetches an equal part. The last one
+    // may not be whole.
     auto fetch_tile = [&](int tile) {{
         if (threadIdx.x == 0 && tile < tiles - 1) {{
             const long long at = ((long long)tile * heads + head) * (TILE * LANES);
@@ -122,7 +198,9 @@ def kv_ahead(tiles: int) -> tuple[Edit, ...]:
     #pragma unroll 1
     for (int i = 1; i <= {tiles}; ++i) fetch_tile(split + i * used);
 """
-    next_tile = "        load(tile + used, k_next, v_next);  // under way during most of what follows\n"
+    next_tile = (
+        "        load(tile + used, k_next, v_next);  // under way during most of what follows\n"
+    )
     more = f"        fetch_tile(tile + {tiles + 1} * used);\n"
     return INTO_L2, after(KV_LOAD, start), after(next_tile, more)
 
@@ -144,6 +222,7 @@ HAVE_Q = "    const uint4 k_new = pack(turned);\n"
 
 
 def with_ahead(signature: str) -> Edit:
+    """Two more arguments."""
     return signature, signature.replace(") {\n", AHEAD)
 
 
@@ -205,10 +284,12 @@ WEIGHTS = (*QKV, *RESIDUAL, "gate_up", "head")
 
 
 def edit(phases: tuple[str, ...], *edits: Edit) -> dict[str, tuple[Edit, ...]]:
+    """These edits in each of the phases."""
     return dict.fromkeys(phases, edits)
 
 
 def constant(phases: tuple[str, ...], **values) -> dict[str, dict[str, object]]:
+    """These constants in each of the phases."""
     return dict.fromkeys(phases, values)
 
 
@@ -236,6 +317,11 @@ CANDIDATES = (
         "-6, -6",
         edit(RESIDUAL, MMA_RESIDUAL),
         constant(RESIDUAL, SHARES=(1,), SHARE_PACKS=12),
+    ),
+    Candidate(
+        "qkv, gate_up on tensor cores, 128 bytes into L2",
+        "-25, -25",
+        edit(QKV, MMA_QKV, LINES_OF_128) | edit(("gate_up",), MMA_GATE_UP, LINES_OF_128),
     ),
     Candidate("fences of the atomic only", "-4, -4", edit(("attention",), *FENCES)),
     Candidate("4 tokens a graph", "-4, -4", tokens=4),
@@ -266,14 +352,16 @@ CANDIDATES = (
         "0, 0",
         constants=constant(RESIDUAL, SHARES=(1,), SHARE_PACKS=12),
     ),
-    Candidate(
-        "o, down: 4 warps a row", "+3, +3", constants=constant(RESIDUAL, SHARES=(4,))
-    ),
+    Candidate("o, down: 4 warps a row", "+3, +3", constants=constant(RESIDUAL, SHARES=(4,))),
     Candidate("qkv: 2 rows a warp", "+3, +3", constants=constant(QKV, QKV_ROWS=2)),
     Candidate("gate_up: 1 pair a warp", "+5, +5", constants=constant(("gate_up",), PAIRS=1)),
-    Candidate("head: 16 warps, 1 row", "0, 0", constants=constant(("head",), HEAD_WARPS=16, HEAD_ROWS=1)),
+    Candidate(
+        "head: 16 warps, 1 row", "0, 0", constants=constant(("head",), HEAD_WARPS=16, HEAD_ROWS=1)
+    ),
     Candidate("head: 8 warps, 2 rows", "+2, +2", constants=constant(("head",), HEAD_WARPS=8)),
-    Candidate("head: 8 warps, 3 rows", "0, 0", constants=constant(("head",), HEAD_WARPS=8, HEAD_ROWS=3)),
+    Candidate(
+        "head: 8 warps, 3 rows", "0, 0", constants=constant(("head",), HEAD_WARPS=8, HEAD_ROWS=3)
+    ),
     Candidate("weights leave L2 first", "0, 0", edit(WEIGHTS, *EVICT_FIRST)),
     Candidate("16 tokens a graph", "-5, -5", tokens=16),
 )

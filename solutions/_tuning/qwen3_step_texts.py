@@ -1,4 +1,4 @@
-"""Texts that take the place of parts of kernels.py's: what `qwen3_step_candidates.py` is made of."""
+"""Texts in the place of parts of kernels.py's: what `qwen3_step_candidates.py` is made of."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def between(first: str, last: str) -> str:
 
 
 def after(line: str, more: str) -> Edit:
+    """More text behind a line."""
     return line, line + more
 
 
 def before(line: str, more: str) -> Edit:
+    """More text ahead of a line."""
     return line, more + line
 
 
@@ -64,7 +66,9 @@ __device__ void normed(uint4 x, uint4 gain, float rstd, float (&h)[8]) {
 )
 ROTATION_IN_PAIRS = (
     (
-        between("template <int LANES>\n__device__ void norm_rope(", "// Block (head, split) attends"),
+        between(
+            "template <int LANES>\n__device__ void norm_rope(", "// Block (head, split) attends"
+        ),
         r"""template <int LANES>
 __device__ void norm_rope(uint4 x, uint4 gain, uint4 cosine, uint4 sine, float eps, float (&y)[8]) {
     const uint4 row[1] = {x}, p = normed(x, gain, rstd_of<1, LANES>(row, eps));
@@ -94,8 +98,8 @@ __device__ void norm_rope(uint4 x, uint4 gain, uint4 cosine, uint4 sine, float e
 # Products on the tensor cores -----------------------------------------------------------------
 
 MMA = r"""
-// c += a · b: a [16, 16] row by row, b [16, 8], c [16, 8]. Lane 4·r + t has of a rows r and r + 8, of
-// b column r, at two neighbouring places from 2t and two from 2t + 8; of c, columns 2t and 2t + 1
+// c += a · b: a [16, 16] row by row, b [16, 8], c [16, 8]. Lane 4·r + t has of a rows r and r + 8,
+// of b column r, at two neighbouring places from 2t and two from 2t + 8; of c, columns 2t, 2t + 1
 // of rows r and r + 8. Where a and b are cut from rows of 16 bytes a lane, the places are others,
 // the same in both: the sum does not mind.
 __device__ void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
@@ -120,12 +124,14 @@ __device__ void stream_tiles(
         #pragma unroll
         for (int i = 0; i < STEPS; ++i)
             a[n / 2][n % 2][i] = stream(
-                w + (long long)row_of(8 * n + lane / 4) * row_packs + first_pack + lane % 4 + 4 * i);
+                w + (long long)row_of(8 * n + lane / 4) * row_packs + first_pack + lane % 4 +
+                4 * i);
 }
 // Their products with norm(x), of which this warp norms its part. sum_s [WARPS][16·TILES].
 template <int TILES, int STEPS>
 __device__ void multiply(
-    const uint4 (&a)[TILES][2][STEPS], uint4 own, uint4 gain, float rstd, uint4* h_s, float* sum_s) {
+    const uint4 (&a)[TILES][2][STEPS], uint4 own, uint4 gain, float rstd, uint4* h_s,
+    float* sum_s) {
     const int lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
     float h[8], c[TILES][2][4] = {};
     normed(own, gain, rstd, h);
@@ -147,7 +153,8 @@ __device__ void multiply(
             sum_s[16 * n + r + 8] = c[n][0][2] + c[n][1][2];
         }
 }
-template <int WARPS, int ROWS> __device__ float over_warps(const float (&sum_s)[WARPS][ROWS], int i) {
+template <int WARPS, int ROWS>
+__device__ float over_warps(const float (&sum_s)[WARPS][ROWS], int i) {
     float sum = 0;
     #pragma unroll
     for (int n = 0; n < WARPS; ++n) sum += sum_s[n][i];
@@ -156,7 +163,8 @@ template <int WARPS, int ROWS> __device__ float over_warps(const float (&sum_s)[
 
 """
 )
-QKV_SIGNATURE = """    uint4* x, const uint4* gain, const uint4* w, bf16* y, int N, float eps, const uint4* embed,
+QKV_SIGNATURE = """\
+    uint4* x, const uint4* gain, const uint4* w, bf16* y, int N, float eps, const uint4* embed,
     const int* tokens, const int* position) {
 """
 GATE_UP_SIGNATURE = (
@@ -273,7 +281,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2) gemv_residual_kernel(
 FENCES = (
     before(
         "__device__ float rounded(float v)",
-        r"""// Counts from 0 to `last` and round again; what all blocks wrote before, the last one sees.
+        r"""// Counts from 0 to `last` and round again. What blocks wrote before, the last one sees.
 __device__ unsigned count_up(unsigned* counter, unsigned last) {
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -287,7 +295,9 @@ __device__ unsigned count_up(unsigned* counter, unsigned last) {
      "- 1;\n    }\n    __syncthreads();\n    if (!last_s)"),
 )  # fmt: skip
 CLUSTER = 8  # the largest that every GPU with clusters can start
-MERGED = between("        if (used == 1) o[head * G * D + i] = bf16(y);", "    // The last block of a head")
+MERGED = between(
+    "        if (used == 1) o[head * G * D + i] = bf16(y);", "    // The last block of a head"
+)
 LAST = between("        last_s = atomicInc(", "        o[head * G * D + i] = bf16(y / total);")
 CLUSTERS = (
     (
@@ -372,7 +382,10 @@ EVICT_FIRST = (
         'asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"',
         'unsigned long long policy;\n'
         '    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));\n'
-        '    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"',
+        '    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 "\n'
+        '                 "{%0, %1, %2, %3}, [%4], %5;"',
     ),
     ('"l"(from) : "memory");\n    return v;', '"l"(from), "l"(policy) : "memory");\n    return v;'),
 )  # fmt: skip
+# A fragment's load takes 64 bytes of a row at a time; the next load takes the rest of the line.
+LINES_OF_128 = ("ld.global.L1::no_allocate.v4.u32", "ld.global.L1::no_allocate.L2::128B.v4.u32")
