@@ -1,33 +1,33 @@
 """Small changes of the decode step's kernels, as data: `qwen3_step.py` times and combines them.
 
-Where the time of a token goes at context 512 (575 µs on the H200; floor 256 + 13 for K and V). The
-head takes 70; a layer takes 18.0 for 7.2 of DRAM. Run alone, with dependent launch (the probe):
+Where a token's 575 µs on the H200 are at context 512 (floor: 256, and 13 for K and V). The head
+takes 70; a layer takes 18.0, of which DRAM works for 7.2. Run alone, with dependent launch (alone:
+of the probe, an earlier text; instructions of a warp after the wait: of the SASS; times: guesses):
 
-             MB    floor  alone  after the wait, instructions of a warp: issue time on an SM
-    qkv      8.4    1.8    2.9   640, of which the norm is half: 8 warps, 0.65 µs
-    attention 2.1   0.5    3.8   2,084 with both copies of the loop's body and the merges: about
-                                 0.7 µs, then fence, atomic and reload of the merge: about 1 µs
-    o        4.2    0.9    2.3   209 on 16 warps: 0.4 µs
-    gate_up 12.6    2.7    3.8   919: 0.95 µs
-    down     6.3    1.4    3.1   260 on 16 warps: 0.5 µs
+              MB   floor  alone
+    qkv       8.4   1.8    2.9   640 instructions, half of them the norm: 8 warps an SM, 0.65 µs
+    attention 2.1   0.5    3.8   2,084 (two copies of the loop's body): about 0.7 µs, then the
+                                 merge's fence, atomic and reload: about 1 µs
+    o         4.2   0.9    2.3   155 on 16 warps: 0.3 µs
+    gate_up  12.6   2.7    3.8   919: 0.95 µs
+    down      6.3   1.4    3.1   209 on 16 warps: 0.4 µs
 
-A kernel starts 0.5 to 0.8 µs after the one before it stopped waiting, and its loads take 0.5 µs and
-their bytes: about 1.1 µs + bytes, a period in which DRAM rests. The chain from the wait to the next
-wait is a load of x (0.2), its norm and the products (0.4 … 1), a reduction, a store, and the end of
-the grid (0.5). What helps: less arithmetic after the wait (tensor cores, pairs of bfloat16); DRAM
-at work during attention's chain (gate_up's weights into L2, or into registers by an early trigger
-of o). What should not: triggers before the wait elsewhere. The probe had 2.4 instead of 1.6 µs a
-node with them: the next kernel's 8 MB are in the queue when x is asked for. At 8,192, attention
-reads 33.5 MB at 3.2 TB/s after the wait, with 32 KB on its way in an SM; DRAM is free from qkv's
-wait on, so K and V should be on their way to L2 by then, but no more than the queue takes.
+A kernel starts 0.5 to 0.8 µs after the one before it stopped waiting, and its first bytes take 0.5:
+about 1.1 µs in which DRAM rests. The chain from a wait to the next is a load of x (0.2), its norm
+and the products (0.4 to 1), a reduction, a store, and the end of the grid (0.5). So less arithmetic
+should help (tensor cores, pairs of bfloat16), and DRAM at work meanwhile: the first MB of the next
+weights into L2 as soon as x is asked for; all of gate_up's during attention. Not so a trigger
+before the wait elsewhere: with it, the probe took 2.4 instead of 1.6 µs a node, for the next
+kernel's loads are in the queue before x. At 8,192, attention reads 33.5 MB at 3.2 TB/s after the
+wait, with 32 KB under way in an SM. DRAM is free from qkv's wait on: K and V could be on their way
+into L2 by then, but no more of them than the queue takes (64 KB an SM), or q waits behind them.
 
-An early trigger is safe if nothing read before a wait can still be written. Every block of a kernel
-that outlives its first lines waits, and writes only then; so a kernel whose predecessor is complete
-comes after all kernels before that, whatever started early. What is read before a wait: weights,
-gains and the table (constant); the position and older rows of K and V, last written in the step
-before, which is complete if `first` (layer 0's qkv) triggers after its wait, as it does in all
-candidates; and x in o and down. x's writers are two kernels back, so that read goes behind the
-wait wherever the kernel before triggers early (attention before o, gate_up before down).
+An early trigger is safe if nothing that is read before a wait can still be written. No kernel ends
+before it has waited, and none writes before, so what has seen its predecessor end comes after all
+kernels before that, too, whatever started early. Read before a wait are: weights, gains, the table
+(constant); the position and older rows of K and V, of the step before, which has ended, as `first`
+(layer 0's qkv) triggers after its wait in all candidates; and x in o and down. Its writer is two
+kernels back, so x is read behind the wait where the kernel before triggers early.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from solutions._tuning.qwen3_step_texts import (
     MMA_QKV,
     MMA_RESIDUAL,
     PAIRS_OF_BFLOAT16,
+    QKV_SIGNATURE,
     ROTATION_IN_PAIRS,
     Edit,
     after,
@@ -72,7 +73,8 @@ class Candidate:
     expected: str  # µs a token at 512 and at 8,192
     edits: dict[str, tuple[Edit, ...]] = field(default_factory=dict)
     constants: dict[str, dict[str, object]] = field(default_factory=dict)
-    ahead: dict[str, tuple[int, float]] = field(default_factory=dict)  # launches ahead, share
+    # Into L2: of how many launches ahead, which argument, from which row on, at most how many MB.
+    ahead: dict[str, tuple[int, int, int, float]] = field(default_factory=dict)
     splits: int = 0  # blocks for a kv head in attention's grid
     tokens: int = 1  # in a graph
 
@@ -81,7 +83,7 @@ def together(parts: tuple[Candidate, ...]) -> Candidate:
     """All changes in one candidate. ValueError if two set the same thing to different values."""
     edits = {p: tuple(dict.fromkeys(e for c in parts for e in c.edits.get(p, ()))) for p in PHASES}
     constants: dict[str, dict[str, object]] = {}
-    ahead: dict[str, tuple[int, float]] = {}
+    ahead: dict[str, tuple[int, int, int, float]] = {}
     for part in parts:
         pairs = [(constants.setdefault(p, {}), more) for p, more in part.constants.items()]
         for known, more in (*pairs, (ahead, part.ahead)):
@@ -105,7 +107,6 @@ FUNCTIONS = {  # of kernels.py -> the phase, which may depend on the keywords
     "norm_gate_up": lambda how: "gate_up",
     "norm_head": lambda how: "head",
 }
-WEIGHTS_OF = {"o": 1, "down": 1}  # which argument they are; else the third
 
 
 @cache
@@ -154,12 +155,12 @@ def plan(step: DecodeStep, candidate: Candidate) -> list[tuple[str, kernels.Laun
         if phase == "attention" and candidate.splits:
             launches[i] = launch = launch._replace(grid=(launch.grid[0], candidate.splits))
         if phase in candidate.ahead:
-            distance, share = candidate.ahead[phase]
-            w, count = launch.args[0], 0
+            distance, argument, row, most = candidate.ahead[phase]
+            rows = launches[i].args[0][:0]
             if i + distance < len(launches) - 1:  # the head is no target
-                w = launches[i + distance].args[WEIGHTS_OF.get(phases[i + distance], 2)]
-                count = int(w.numel() * w.element_size() * share) // 16 * 16
-            launches[i] = launch._replace(args=(*launch.args, w, np.uint32(count)))
+                rows = launches[i + distance].args[argument][row:]
+            size = min(rows.numel() * rows.element_size(), int(most * 1e6)) // 16 * 16
+            launches[i] = launch._replace(args=(*launch.args, rows, np.uint32(size)))
     return list(zip(phases, launches, strict=True))
 
 
@@ -208,7 +209,6 @@ def kv_ahead(tiles: int) -> tuple[Edit, ...]:
 RESIDUAL_SIGNATURE = "    const uint4* h, const uint4* w, bf16* x) {\n"
 ATTENTION_SIGNATURE = "    unsigned* counters, float scale, float eps) {\n"
 AHEAD = ", const char* ahead, unsigned bytes) {\n"
-FETCH = "    fetch(ahead, bytes, blockIdx.x, gridDim.x);\n"
 WAIT = "    previous_kernel();\n"
 WAITS = {  # each with what follows it, which tells them apart
     "first": WAIT + "    load_row(b, EMBED",
@@ -221,18 +221,41 @@ WAITS = {  # each with what follows it, which tells them apart
 HAVE_Q = "    const uint4 k_new = pack(turned);\n"
 
 
-def with_ahead(signature: str) -> Edit:
-    """Two more arguments."""
-    return signature, signature.replace(") {\n", AHEAD)
-
-
-O_FETCHES = (INTO_L2, with_ahead(RESIDUAL_SIGNATURE), before(WAITS["o"], FETCH))
-GATE_UP_FETCHES = (INTO_L2, with_ahead(GATE_UP_SIGNATURE), before(WAITS["gate_up"], FETCH))
-ATTENTION_FETCHES = (
-    INTO_L2,
-    with_ahead(ATTENTION_SIGNATURE),
-    after(HAVE_Q, "    fetch(ahead, bytes, split * heads + head, used * heads);\n"),
+ASK_FOR_X = (
+    "    load_row(b, EMBED ? embed + (long long)tokens[*position] * (32 * PACKS) : x, lane);\n"
 )
+ASK_FOR_H = "    for (int i = 0; i < PACKS; ++i) b[i] = h[column + i * STEP];\n"
+ANCHORS = {  # its parameters; its first loads of what the kernel before has written
+    "first": (QKV_SIGNATURE, ASK_FOR_X),
+    "qkv": (QKV_SIGNATURE, ASK_FOR_X),
+    "attention": (ATTENTION_SIGNATURE, HAVE_Q),
+    "o": (RESIDUAL_SIGNATURE, ASK_FOR_H),
+    "gate_up": (GATE_UP_SIGNATURE, "    load_row(v, x, lane);\n"),
+    "down": (RESIDUAL_SIGNATURE, ASK_FOR_H),
+}
+ALL = 1e3  # MB
+GATE_UP, DOWN, QKV_W, K, V = 2, 1, 2, 5, 6  # which argument of its launch
+
+
+def fetches(name: str, expected: str, early: bool = False, **ahead) -> Candidate:
+    """Phases bring something into L2: before they wait, or else after their first loads."""
+    edits = {}
+    for phase in ahead:
+        signature, asked = ANCHORS[phase]
+        block = ("blockIdx.x, gridDim.x", "split * heads + head, used * heads")[
+            phase == "attention"
+        ]
+        line = f"    fetch(ahead, bytes, {block});\n"
+        place = before(WAITS[phase], line) if early else after(asked, line)
+        edits[phase] = (INTO_L2, (signature, signature.replace(") {\n", AHEAD)), place)
+    return Candidate(name, expected, edits, ahead=ahead)
+
+
+def next_weights(most: float) -> dict[str, tuple[int, int, int, float]]:
+    """At most so many MB of those of the next launch."""
+    of_next = {"o": GATE_UP, "gate_up": DOWN, "down": QKV_W}
+    return {phase: (1, argument, 0, most) for phase, argument in of_next.items()}
+
 
 # Triggers -------------------------------------------------------------------------------------
 
@@ -250,7 +273,7 @@ BEFORE = between("    // Not of the kernel before, but", WAIT)
 READ_X = "    const float before = __bfloat162float(__ldcg(x + first_row + tx % ROWS));\n"
 X_AFTER_WAIT = (
     (BEFORE, ""),
-    after("    for (int i = 0; i < PACKS; ++i) b[i] = h[column + i * STEP];\n", READ_X),
+    after(ASK_FOR_H, READ_X),
 )
 
 
@@ -293,12 +316,6 @@ def constant(phases: tuple[str, ...], **values) -> dict[str, dict[str, object]]:
     return dict.fromkeys(phases, values)
 
 
-def fetches(name: str, expected: str, phase: str, launches: int, share: float) -> Candidate:
-    """A phase brings this share of the weights of a launch further on into L2."""
-    how = {"o": O_FETCHES, "gate_up": GATE_UP_FETCHES, "attention": ATTENTION_FETCHES}[phase]
-    return Candidate(name, expected, edit((phase,), *how), ahead={phase: (launches, share)})
-
-
 CANDIDATES = (
     Candidate("gate_up on tensor cores", "-15, -15", edit(("gate_up",), MMA_GATE_UP)),
     Candidate("K, V: 2 tiles into L2", "0, -60", edit(("attention",), *kv_ahead(2))),
@@ -309,8 +326,9 @@ CANDIDATES = (
         edit((*QKV, "gate_up", "head"), PAIRS_OF_BFLOAT16)
         | edit(("attention",), PAIRS_OF_BFLOAT16, *ROTATION_IN_PAIRS),
     ),
+    fetches("3 MB of the next weights", "-30, -30", **next_weights(3)),
     Candidate("o triggers early", "-12, -5", early("o")),
-    fetches("o fetches gate_up", "-12, -5", "o", 1, 1.0),
+    fetches("o fetches gate_up", "-12, -5", True, o=(1, GATE_UP, 0, ALL)),
     Candidate("attention in clusters", "-10, 0", edit(("attention",), *CLUSTERS), splits=16),
     Candidate(
         "o, down on tensor cores",
@@ -323,13 +341,22 @@ CANDIDATES = (
         "-25, -25",
         edit(QKV, MMA_QKV, LINES_OF_128) | edit(("gate_up",), MMA_GATE_UP, LINES_OF_128),
     ),
+    fetches("6 MB of the next weights", "-20, -20", **next_weights(6)),
+    fetches(
+        "down and qkv fetch 4 MB of K and V", "0, -30", down=(2, K, 1024, 4), qkv=(1, V, 1024, 4)
+    ),
     Candidate("fences of the atomic only", "-4, -4", edit(("attention",), *FENCES)),
     Candidate("4 tokens a graph", "-4, -4", tokens=4),
     Candidate("K, V: 3 tiles into L2", "0, -60", edit(("attention",), *kv_ahead(3))),
     Candidate("K, V: 1 tile into L2", "0, -40", edit(("attention",), *kv_ahead(1))),
     Candidate("K, V: 7 tiles into L2", "0, -40", edit(("attention",), *kv_ahead(7))),
-    fetches("o fetches half of gate_up", "-10, -5", "o", 1, 0.5),
-    fetches("attention fetches gate_up", "-8, +5", "attention", 2, 1.0),
+    fetches("1.5 MB of the next weights", "-15, -15", **next_weights(1.5)),
+    fetches("qkv fetches 4 MB of V", "0, -15", qkv=(1, V, 1024, 4)),
+    fetches(
+        "down and qkv fetch 8 MB of K and V", "0, -30", down=(2, K, 1024, 8), qkv=(1, V, 1024, 8)
+    ),
+    fetches("o fetches half of gate_up", "-10, -5", True, o=(1, GATE_UP, 0, 6.3)),
+    fetches("attention fetches gate_up", "-8, +5", attention=(2, GATE_UP, 0, ALL)),
     Candidate("qkv triggers early", "0, -10", early("qkv")),
     Candidate("all but first and head trigger early", "?", early(*LAYER)),
     Candidate("attention triggers with q", "0, 0", edit(("attention",), *LATE)),
@@ -342,7 +369,7 @@ CANDIDATES = (
     ),
     Candidate("down triggers early", "+5, +5", early("down")),
     Candidate("gate_up triggers early", "+5, +5", early("gate_up")),
-    fetches("gate_up fetches the next qkv", "-3, -3", "gate_up", 2, 1.0),
+    fetches("3 MB of the next weights, before the wait", "?", True, **next_weights(3)),
     Candidate("2 keys a team", "0, +20", constants=constant(("attention",), LOADS=2)),
     Candidate(
         "32 splits", "+3, -10", constants=constant(("attention",), MOST_SPLITS=32), splits=32
