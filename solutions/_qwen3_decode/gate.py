@@ -48,9 +48,10 @@ LAST = 16  # tokens of a prompt that the rung reads
 WATCHED = 8  # prompts, the first ones, whose residual stream is compared
 SHORTEST, LONGEST = 32, 1024  # tokens of a prompt
 FREE = 1024  # tokens that graph and eager write on their own
+STALE = 4.0  # in all slots past the context: zeros would hide that someone looks there
 TEXT = SMALL / "held_out.txt"  # what the small model was not trained on
 # Rungs of which Python launches every kernel are slow: so they get fewer prompts.
-FEWER = {"numba": 8, "torch": 64, "triton": 64}
+FEWER = {"numba": 8, "torch": 32, "triton": 32}
 
 Build = Callable[[Model, Cache], Step]
 
@@ -241,13 +242,10 @@ class Tally:
 
 
 def fill(step: Step, cache: Cache, count: int) -> None:
-    """The first `count` slots of a cache into the step's, and zeros into all others.
-
-    What the step does not write itself is then not there by luck.
-    """
+    """The first `count` slots of a cache into the step's; all others hold what nobody may use."""
     for mine, given in ((step.cache.k, cache.k), (step.cache.v, cache.v)):
         mine[:, :count].copy_(given[:, :count])
-        mine[:, count:].zero_()
+        mine[:, count:].fill_(STALE)
 
 
 @torch.no_grad()
@@ -295,8 +293,9 @@ class Judged:
         self.own.add(truth, logits, chosen, seen)
 
     def write(self, tokens: Tensor, cache: Cache, last: int, count: int) -> None:
-        """Let graph and eager write `count` tokens after the start of a prompt."""
+        """Let graph and eager write up to `count` tokens after the start of a prompt."""
         first = len(tokens) - 1 - last
+        count = min(count, self.step.S - first)
         for step in (self.step, self.eager):
             fill(step, cache, first)
             step.start(int(tokens[first]), first)
@@ -332,6 +331,7 @@ def gates(
     read_lengths = [len(p) - 1 for p in prompts]
     if min(read_lengths) <= last:
         raise ValueError(f"a prompt of {min(read_lengths)} tokens is too short for {last=}")
+    shortest = read_lengths.index(min(read_lengths))
     longest, fewer, full = max(read_lengths), fewer or {}, cast(model, torch.float32)
     S = min(longest + free, config.max_position_embeddings)
     judged = {name: Judged(build, model, S, fewer.get(name)) for name, build in builds.items()}
@@ -344,13 +344,12 @@ def gates(
         truth = Truth.of(tokens[-last:], exact, bf16[0])
         float32.add(truth, exact[0], exact[0].argmax(1), None)
         for rung in judged.values():
+            if n == shortest and rung.eager is not rung.step:
+                rung.write(tokens, caches[1], last, free)
             if rung.fewer is not None and n >= rung.fewer:
                 continue
             rung.allowance.add(truth, bf16[0], bf16[0].argmax(1), bf16[1])
             rung.read(tokens, truth, caches[1], last, n < WATCHED)
-            if n == 0 and rung.eager is not rung.step:
-                first = len(tokens) - 1 - last
-                rung.write(tokens, caches[1], last, min(free, S - first))
     found = {}
     for name, rung in judged.items():
         used = read_lengths[: rung.fewer]

@@ -114,9 +114,7 @@ def work(dtype: torch.dtype, context: int, layers: int | None = None) -> lab.Wor
     row = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     numbers = weights + config.hidden_size + 2 * (context + 1) * row + config.vocab_size
     heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return lab.Work(
-        bytes=numbers * dtype.itemsize, flops=2 * weights + 4 * (context + 1) * heads
-    )
+    return lab.Work(bytes=numbers * dtype.itemsize, flops=2 * weights + 4 * (context + 1) * heads)
 
 
 def terms(context: int, layers: int | None = None) -> int:
