@@ -27,6 +27,7 @@ not pass is opt-in: it stays in the table, and nothing uses it unless asked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -112,8 +113,12 @@ class Gate:
         return bool(self.failures)
 
     def as_json(self) -> dict:
-        """Plain data for the results, the verdict with it."""
-        return asdict(self) | {"opt_in": self.opt_in, "failures": list(self.failures)}
+        """Plain data for the results, the verdict with it. JSON has no NaN: null stands for it."""
+        data = asdict(self) | {"opt_in": self.opt_in, "failures": list(self.failures)}
+        for scores in (data["scores"], data["allowance"]):
+            for name, value in scores.items():
+                scores[name] = [*map(number, value)] if name == "cosine" else number(value)
+        return data
 
     def __repr__(self) -> str:
         """One line."""
@@ -127,6 +132,11 @@ class Gate:
             f"({allowed.exact:.2%}), cosine {min(own.cosine, default=float('nan')):.5f} "
             f"({min(allowed.cosine, default=float('nan')):.5f}): {verdict}"
         )
+
+
+def number(value: float) -> float | None:
+    """`value`, or None if it is NaN or infinite."""
+    return value if math.isfinite(value) else None
 
 
 # Prompts -------------------------------------------------------------------------------------

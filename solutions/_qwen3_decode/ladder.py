@@ -1,7 +1,8 @@
 """The ladder of this chapter: one decode step of Qwen3, from the first rungs to dependent launch.
 
-A rung here is a way to build a `Step`, and `decodes` makes of it the function that the lab checks
-and times: one token read at a position, with the keys and values of the tokens before it.
+A rung here is a way to build a `Step`, and `decodes` makes of it the function that the lab checks:
+one token read at a position, with the keys and values of the tokens before it. measure.py times the
+steps themselves.
 
 Shapes   token and context: numbers; k_cache, v_cache [L, S, H_kv, D] with `context` rows in use
          -> logits [V], and keys and values of context + 1 tokens [L, context + 1, H_kv, D]
@@ -201,7 +202,7 @@ def qwen3_decode_static_graph(model: Model, cache: Cache) -> Step:
 
 @decodes
 def qwen3_decode_fused(model: Model, cache: Cache) -> Step:
-    """The last rungs of the chapters: eight launches a layer instead of some thirty."""
+    """The last rungs of the chapters: each does in one launch what took several."""
     return OpsStep(model, cache)
 
 

@@ -25,6 +25,7 @@ left_out = []
 
 
 def left() -> float:
+    """Seconds until the limit."""
     return LIMIT - (time.time() - START)
 
 
@@ -83,6 +84,7 @@ def gates(prompts: int, last: int) -> str:
 
 
 def main() -> None:
+    """All parts, the most needed first."""
     print(lab.DEVICE.name, torch.__version__, f"read {ceilings()['read_bytes_per_s'] / 1e12:.2f}")
     for rung in LADDER:
         part(f"error {rung.name}", 20, lambda fn=rung.fn: errors(fn))
