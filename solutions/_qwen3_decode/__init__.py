@@ -11,6 +11,7 @@ naive.py      the step from the chapters' first rungs
 rungs.py      the step in plain torch
 peers.py      Transformers on the same weights
 measure.py    how a step is timed
+prompts.py    what the gate lets the rungs read
 gate.py       whether a rung still computes the model
 ladder.py     all of these as one ladder
 """

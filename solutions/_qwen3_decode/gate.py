@@ -37,7 +37,7 @@ from torch.nn.functional import cosine_similarity, embedding, linear
 
 from solutions import rms_norm
 
-from .config import ModelError, Qwen3Config
+from .prompts import random_prompts, text_prompts
 from .reference import Cache, layer_forward, new_cache
 from .step import Step
 from .weights import SMALL, Model, cast, load_model
@@ -47,7 +47,6 @@ AGREEMENT = 0.99
 COSINE = 0.999
 LAST = 16  # tokens of a prompt that the rung reads
 WATCHED = 8  # prompts, the first ones, whose residual stream is compared
-SHORTEST, LONGEST = 32, 1024  # tokens of a prompt
 FREE = 1024  # tokens that graph and eager write on their own
 STALE = 4.0  # in all slots past the context: zeros would hide that someone looks there
 TEXT = SMALL / "held_out.txt"  # what the small model was not trained on
@@ -137,47 +136,6 @@ class Gate:
 def number(value: float) -> float | None:
     """`value`, or None if it is NaN or infinite."""
     return value if math.isfinite(value) else None
-
-
-# Prompts -------------------------------------------------------------------------------------
-
-
-def lengths(count: int, longest: int, seed: int) -> list[int]:
-    """Seeded prompt lengths of SHORTEST to `longest` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(SHORTEST, longest + 1, (count,), generator=generator).tolist()
-
-
-def random_prompts(config: Qwen3Config, count: int = 256, seed: int = 0) -> list[Tensor]:
-    """Prompts of random tokens, and one token more for the last to be judged by."""
-    generator, longest = torch.Generator().manual_seed(seed), min(LONGEST, room(config))
-    return [
-        torch.randint(config.vocab_size, (T + 1,), generator=generator)
-        for T in lengths(count, longest, seed)
-    ]
-
-
-def text_prompts(
-    config: Qwen3Config, tokens: Sequence[int], count: int = 256, seed: int = 0
-) -> list[Tensor]:
-    """Windows of a text, at seeded places. ModelError for a text that is too short."""
-    generator, longest = torch.Generator().manual_seed(seed), min(LONGEST, room(config))
-    if len(tokens) <= longest:
-        raise ModelError(f"tokens: {len(tokens)}, a prompt needs {longest + 1}")
-    windows = []
-    for T in lengths(count, longest, seed):
-        at = int(torch.randint(len(tokens) - T, (1,), generator=generator))
-        windows.append(torch.tensor(tokens[at : at + T + 1]))
-    return windows
-
-
-def room(config: Qwen3Config) -> int:
-    """The model's positions. ModelError if no prompt fits."""
-    if config.max_position_embeddings < SHORTEST:
-        raise ModelError(
-            f"max_position_embeddings={config.max_position_embeddings}: a prompt has {SHORTEST}"
-        )
-    return config.max_position_embeddings
 
 
 # The reference -------------------------------------------------------------------------------
