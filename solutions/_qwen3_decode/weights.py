@@ -94,6 +94,16 @@ def assemble(config: Qwen3Config, tensors: Mapping[str, Tensor]) -> Model:
     return Model(config, embed, layers, tensors["model.norm.weight"], head)
 
 
+def cast(model: Model, dtype: torch.dtype) -> Model:
+    """The same model with its weights in another dtype."""
+    layers = (
+        Layer(**{name: w.to(dtype) for name, w in vars(layer).items()}) for layer in model.layers
+    )
+    embed, norm = model.embed.to(dtype), model.norm.to(dtype)
+    head = embed if model.head is model.embed else model.head.to(dtype)
+    return Model(model.config, embed, tuple(layers), norm, head)
+
+
 def random_model(
     config: Qwen3Config,
     seed: int = 0,
