@@ -144,16 +144,27 @@ def tune(
     says so of the logits after `random_prompts`: by default `gate`. Whatever a candidate raises
     drops it, and is the reason in the table. ModelError for more tokens than the model's positions.
     """
-    plan = Plan(T)
     cache = new_cache(model.config, T, model.embed.dtype, model.embed.device)
     if not model.embed.is_cuda:
-        return plan
+        return Plan(T)
     prompts = random_prompts(model, T)
     holds = holds or gate(model, prompts, cache)
-    layers, tried = tuple(map(packed, model.layers)), []
+    return search(model, prompts, cache, candidates(model.config, T), holds, rounds)
+
+
+def search(
+    model: Model,
+    prompts: Int64[Tensor, "P T"],
+    cache: Cache,
+    trials: Iterable[tuple[str, dict[str, int], str]],
+    holds: Callable[[Float[Tensor, "P V"]], bool],
+    rounds: int,
+) -> Plan:
+    """The plan after these trials, each of one candidate in the plan as it stands then."""
+    plan, layers, tried = Plan(prompts.shape[1]), tuple(map(packed, model.layers)), []
     now = Prefill(model, cache, [plan], layers)
-    for part, shape, name in candidates(model.config, T):
-        new, row = replace(plan, **{part: name}), (part, shape, name)
+    for part, shape, name in trials:
+        new = replace(plan, **{part: name})
         other = Prefill(model, cache, [new], layers)
         try:
             right = holds(torch.stack([other(tokens) for tokens in prompts]))
@@ -163,7 +174,7 @@ def tune(
         except Exception as why:  # a kernel may refuse a shape, or a backend all of them
             line = (str(why).strip().splitlines() or [""])[0][:120]
             verdict = None, None, None, False, f"{type(why).__name__}: {line}"
-        tried.append(Tried(*row, *verdict))
+        tried.append(Tried(part, shape, name, *verdict))
         if tried[-1].kept:
             plan, now = new, other
     return replace(plan, tried=tuple(tried))
