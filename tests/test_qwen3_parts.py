@@ -437,6 +437,9 @@ def test_mistakes_are_named():
         swap(model, PROMPT, "rms_norm", lambda *args: None, tokens=1)
     with pytest.raises(ValueError, match=r"gemv in layer 0 returned float32 \[128\], must"):
         swap(model, PROMPT, "gemv", lambda x, w: torch.nn.functional.linear(x, w)[0], tokens=1)
+    if lab.SIMULATED:
+        with pytest.raises(ModelError, match=r"in float32, the model is in torch\.bfloat16"):
+            swap(model_of(dtype=torch.bfloat16), PROMPT, "gemv", fails)
     with pytest.raises(ModelError, match="one at least"):
         swap(model, [], "gemv", fails)
     with pytest.raises(ModelError, match="token=41"):

@@ -10,7 +10,8 @@ Under the simulators `fn` runs as it is, and the slow ones of our ops do not: th
 functions stand in for them.
 
 Rounding is no fault. As everywhere in the lab, twice the error of ours is allowed, against the
-reference in float64, and what sums in float32 in another order may differ by.
+reference in float64, and what sums in float32 in another order may differ by. In bfloat16 that
+hides small faults, such as a missing eps: look in float32, too.
 
 The model norms the residual stream 2·L + 1 times for a token, and all but the first of these norms
 are fused with a sum. For "rms_norm", that sum is a launch of its own in both runs, so all norms are
@@ -81,7 +82,7 @@ class Swapped:
         return None
 
     def __repr__(self) -> str:
-        """Three or four lines of text."""
+        """A few lines of text."""
         at, count = self.first_layer, len(self.ours)
         lines = [f"{self.name}: yours in place of ours, in {self.dtype}"]
         if at is None:
@@ -97,6 +98,8 @@ class Swapped:
         else:
             ours, theirs = self.ours[first], self.theirs[first]
             lines.append(f"  text: parts at token {first + 1} of {count}: {theirs} for {ours}")
+            if at is None:
+                lines.append("        by rounding, or by what the first token does not show")
         if self.seconds:
             ours, theirs = map(lab.microseconds, self.seconds)
             lines.append(f"  time: {theirs} a token with yours, {ours} with ours, both eager")
@@ -118,11 +121,13 @@ def swap(
     `fn` takes what OpsStep gives to the op, and returns what the op returns; contexts before the
     last token of the prompt come from reference.forward. ValueError for a name that is not in
     step.OPS and for results of another form than ours; RuntimeError that says in which layer `fn`
-    failed; ModelError for a prompt that is empty or not of the vocabulary, and where prompt and
-    tokens are more than the model's positions.
+    failed; ModelError for a prompt that is empty or not of the vocabulary, where prompt and tokens
+    are more than the model's positions, and under the simulators for a dtype but float32.
     """
     if name not in OPS:
         raise ValueError(f"op name={name!r} is not one of: {', '.join(OPS)}")
+    if lab.SIMULATED and model.embed.dtype != torch.float32:
+        raise ModelError(f"the simulators compute in float32, the model is in {model.embed.dtype}")
     if not len(prompt_tokens) or tokens < 1:
         raise ModelError(f"a prompt of {len(prompt_tokens)} and {tokens} tokens: one at least")
     for token in map(int, prompt_tokens):
