@@ -75,7 +75,10 @@ def candidates(
 def time_to_first_token(
     calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
-    """Seconds of each call on an idle GPU, launches included: one of each a round, shuffled."""
+    """Seconds of each call on an idle GPU, launches included: one of each a round, shuffled.
+
+    Needs a GPU.
+    """
     for call in calls.values():
         for _ in range(2):  # compiles, captures, chooses kernels
             call()

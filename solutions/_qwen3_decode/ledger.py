@@ -96,7 +96,8 @@ def ledger(
     holds theirs afterwards. The step is run as it is, captured or not. `read` is the read ceiling
     in bytes/s, by default this GPU's; `rung` names the step in tables. Without a GPU, times are
     None. A step of another kind than OpsStep and DecodeStep has all its kernels in one row.
-    ValueError for a negative context.
+    Weights are counted in the model's dtype. ValueError for a negative context, RuntimeError where
+    the profiler sees nothing.
     """
     if context < 0:
         raise ValueError(f"{context=} must not be negative")
@@ -150,6 +151,8 @@ def measured(step: Step, context: int) -> dict[str, float]:
         if e.device_type == torch.autograd.DeviceType.CUDA
         and not e.name.startswith(("Memcpy", "Memset"))
     ]
+    if not kernels:
+        raise RuntimeError("torch's profiler saw no kernels: is CUPTI free for it?")
     times = per_phase(step, kernels, TOKENS)
     return {**times, GAPS: statistics.median(took) - sum(times.values())}
 
