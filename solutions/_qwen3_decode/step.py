@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import labkit as lab
 
+from collections.abc import Callable, Mapping
 from functools import cached_property
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -146,32 +148,53 @@ class Step:
         return self.tokens[first : first + count]
 
 
+OPS = {
+    "rms_norm": rms_norm.rms_norm,
+    "rms_norm_residual": rms_norm.rms_norm_residual,
+    "qk_norm_rope_cache": rope.qk_norm_rope_cache,
+    "decode_attention": _decode_attention.decode_attention,
+    "gate_up_swiglu": swiglu.gate_up_swiglu,
+    "gemv": gemv.gemv,
+}
+
+
 class OpsStep(Step):
-    """The chapters' ops, eight launches a layer; under the simulators, the rungs that run there."""
+    """The chapters' ops, eight launches a layer; under the simulators, the rungs that run there.
+
+    `ops` puts other functions in the place of some of OPS, by name; swap.py does. ValueError for a
+    name that is not there.
+    """
+
+    def __init__(self, model: Model, cache: Cache, *, ops: Mapping[str, Callable] = OPS) -> None:
+        for name in ops:
+            if name not in OPS:
+                raise ValueError(f"op name={name!r} is not one of: {', '.join(OPS)}")
+        super().__init__(model, cache)
+        self.ops = SimpleNamespace(**{**OPS, **ops})
 
     @torch.no_grad()
     def run(self) -> None:
         """One step; allocates, so that only a graph of it has fixed addresses."""
-        config, model, cache = self.model.config, self.model, self.cache
+        config, model, cache, op = self.model.config, self.model, self.cache, self.ops
         H, H_kv, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
         x = model.embed[self.tokens[self.position]]  # [1, hidden]
-        h = rms_norm.rms_norm(x, model.layers[0].input_norm, eps)
+        h = op.rms_norm(x, model.layers[0].input_norm, eps)
         gains = *(w.input_norm for w in model.layers[1:]), model.norm
         context = self.position + 1
         for i, (w, joined) in enumerate(zip(model.layers, self.layers, strict=True)):
-            qkv = gemv.gemv(h, joined.qkv).view(1, H + 2 * H_kv, -1)
+            qkv = op.gemv(h, joined.qkv).view(1, H + 2 * H_kv, -1)
             q, k, v = qkv.split((H, H_kv, H_kv), dim=1)
-            q, k, v = rope.qk_norm_rope_cache(
+            q, k, v = op.qk_norm_rope_cache(
                 q, k, v, w.q_norm, w.k_norm, cache.cos_sin, self.position,
                 cache.k[i], cache.v[i], self.position, eps,
             )  # fmt: skip
-            o = _decode_attention.decode_attention(q, k[None], v[None], context)
-            o = gemv.gemv(o.view(1, -1), w.o)
-            h, x = rms_norm.rms_norm_residual(o, x, w.post_norm, eps)
-            down = gemv.gemv(swiglu.gate_up_swiglu(h, joined.gate_up), w.down)
-            h, x = rms_norm.rms_norm_residual(down, x, gains[i], eps)
+            o = op.decode_attention(q, k[None], v[None], context)
+            o = op.gemv(o.view(1, -1), w.o)
+            h, x = op.rms_norm_residual(o, x, w.post_norm, eps)
+            down = op.gemv(op.gate_up_swiglu(h, joined.gate_up), w.down)
+            h, x = op.rms_norm_residual(down, x, gains[i], eps)
             self.saw(x)
-        self.finish(gemv.gemv(h, model.head)[0])
+        self.finish(op.gemv(h, model.head)[0])
 
 
 class DecodeStep(Step):
