@@ -12,7 +12,7 @@ from test_results import good, write
 NAME = "solutions._qwen3_decode"
 pytest.importorskip(f"{NAME}.gate", exc_type=ImportError)
 
-from test_qwen3_ladder import LADDER, RUNGS, TINY, TORCH, gpu_only, model_of, started  # noqa: E402
+from test_qwen3_ladder import DECODE, RUNGS, TINY, TORCH, gpu_only, model_of, started  # noqa: E402
 from test_qwen3_ladder import one_thread as one_thread  # noqa: E402
 
 from solutions._qwen3_decode import gate, reference, weights  # noqa: E402
@@ -184,17 +184,17 @@ def test_same_tokens():
     assert not gate.same_tokens(*steps, count=20)
 
 
-def test_recorded_gates_say_what_is_missing(monkeypatch, tmp_path):
-    """On the CPU: the rungs that run there in bfloat16, on a tiny model."""
-    monkeypatch.setattr(gate, "TEXT", tmp_path / "none.txt")
-    chapter = replace(
-        LADDER, rungs=tuple(RUNGS[f"qwen3_decode_{n}"] for n in ("dynamic", "static"))
-    )
-    lines = []
+def test_gates_are_recorded_on_both_models(tmp_path):
+    """On the CPU: rungs that run there in bfloat16; a tiny model, and the one that ships."""
+    names = ["qwen3_decode_dynamic", "qwen3_decode_static"]
+    chapter, lines = replace(DECODE, rungs=tuple(RUNGS[name] for name in names)), []
     found = gate.recorded(chapter, model_of(torch.bfloat16), lines.append, count=3)
-    assert [g["rung"] for g in found] == ["qwen3_decode_dynamic", "qwen3_decode_static"]
-    assert "left out: the gate on text" in lines[0]
-    data = good() | {"model": {"gates": found}}
+    assert [g["rung"] for g in found] == 2 * names
+    assert ["text" in g["weights"] for g in found] == [False, False, True, True]
+    assert not any(g["opt_in"] for g in found)
+    assert len(lines) == 4
+    model = {"gates": found, "ledger": [], "prefill": {"plans": [], "first_token": []}}
+    data = good() | {"model": model}
     assert validate(write(tmp_path, data)) is None
     del found[1]["opt_in"]
     assert "model/gates/1: 'opt_in'" in validate(write(tmp_path, data))
@@ -204,7 +204,7 @@ def test_recorded_gates_say_what_is_missing(monkeypatch, tmp_path):
 def test_every_rung_passes_the_gate():
     config = replace(QWEN3_0_6B, num_hidden_layers=4)
     prompts = gate.random_prompts(config, 6)
-    builds = {rung.name: rung.fn.build for rung in LADDER}
+    builds = {rung.name: rung.fn.build for rung in DECODE}
     found = gate.gates(
         builds, weights.random_model(config), prompts, fewer={"qwen3_decode_naive": 2}
     )

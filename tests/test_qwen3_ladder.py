@@ -6,7 +6,7 @@ from labkit.record import versions_of
 from labkit.results import Results, validate
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,17 +16,26 @@ NAME = "solutions._qwen3_decode"
 pytest.importorskip(f"{NAME}.ladder", exc_type=ImportError)
 
 from solutions import rope  # noqa: E402
-from solutions._qwen3_decode import gate, ladder, measure, reference, weights  # noqa: E402
+from solutions._qwen3_decode import (  # noqa: E402
+    dispatch,
+    gate,
+    ladder,
+    ledger,
+    measure,
+    prefill,
+    reference,
+    weights,
+)
 from solutions._qwen3_decode.config import Qwen3Config  # noqa: E402
 from solutions._qwen3_decode.generate import greedy  # noqa: E402
-from solutions._qwen3_decode.ladder import LADDER, QWEN3_DECODE  # noqa: E402
+from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE  # noqa: E402
 from solutions._qwen3_decode.naive import NaiveStep  # noqa: E402
 from solutions._qwen3_decode.peers import TransformersStep, transformers_model  # noqa: E402
 from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
 from solutions._qwen3_decode.step import Step  # noqa: E402
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
-RUNGS = {rung.name: rung for rung in LADDER}
+RUNGS = {rung.name: rung for rung in DECODE}
 TORCH = (ReferenceStep, DynamicStep, StaticStep)
 TINY = Qwen3Config(
     vocab_size=199,
@@ -174,7 +183,7 @@ def fresh(step, S):
 def test_bad_input_is_named():
     dtype = torch.float32 if lab.SIMULATED else torch.bfloat16
     model, token, context, k, v = QWEN3_DECODE.inputs(dtype, context=3, layers=1)
-    for rung in LADDER:
+    for rung in DECODE:
         if lab.SIMULATED and not rung.simulates:
             continue
         for bad, words in (
@@ -262,7 +271,7 @@ def test_own_measure_is_used_and_peers_are_left_to_it(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", None)  # nothing is compiled, and no peer is tried
     problem = replace(QWEN3_DECODE, measure=measured)
-    chapter = replace(LADDER, problem=problem)
+    chapter = replace(DECODE, problem=problem)
     versions = versions_of(chapter, problem, torch.bfloat16, {"context": 512})
     assert lab.bench.__globals__["measure"](
         versions, problem, torch.bfloat16, {"context": 512}
@@ -273,13 +282,24 @@ def test_own_measure_is_used_and_peers_are_left_to_it(monkeypatch):
 def test_results_may_hold_more_and_a_model(tmp_path):
     data = good()
     data["timings"][0]["more"] = {"tokens": 64, "host_loop_s": 1e-3, "launches": 141}
-    data["model"] = {"gates": []}
+    plan = prefill.Plan(
+        8, tried=(prefill.Tried("o", {"M": 8}, "gemv", None, None, None, False, "no"),)
+    )
+    first = dispatch.FirstToken(8, "plan", 1e-3, 1e-3, 1e-3, 20)
+    row = ledger.Row("mine", 8, "head", 100, 0, 10, 1e-6, 2e-6)
+    data["model"] = {
+        "gates": [],
+        "ledger": [asdict(row)],
+        "prefill": {"plans": [plan.as_json()], "first_token": [asdict(first)]},
+    }
     assert validate(write(tmp_path, data)) is None
     timings = Results(json.loads((tmp_path / "h200" / "blend.json").read_text())).timings
     assert timings[0].more["launches"] == 141
     assert timings[1].more == {}
     data["timings"][0]["more"] = {"tokens": "many"}
     assert "more/tokens" in validate(write(tmp_path, data))
+    data["model"]["ledger"][0]["measured_s"] = None
+    assert "model/ledger/0/measured_s" in validate(write(tmp_path, data))
 
 
 def test_a_function_without_a_step_is_refused():
@@ -292,7 +312,7 @@ def test_a_function_without_a_step_is_refused():
 
 @gpu_only
 def test_every_rung_is_timed_and_its_launches_counted():
-    versions = {r.name: (r.kind, r.fn) for r in LADDER}
+    versions = {r.name: (r.kind, r.fn) for r in DECODE}
     size = {"context": 40, "layers": 2}
     timings = measure.device_loops(versions, QWEN3_DECODE, torch.bfloat16, size)
     assert [t.rung for t in timings] == list(RUNGS)

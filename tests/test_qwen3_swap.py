@@ -12,7 +12,7 @@ from solutions import rms_norm  # noqa: E402
 from solutions._qwen3_decode import reference, weights  # noqa: E402
 from solutions._qwen3_decode.config import ModelError, Qwen3Config  # noqa: E402
 from solutions._qwen3_decode.step import OPS, OpsStep  # noqa: E402
-from solutions._qwen3_decode.swap import swap  # noqa: E402
+from solutions._qwen3_decode.swap import OURS, swap  # noqa: E402
 
 TINY = Qwen3Config(
     vocab_size=41,
@@ -44,7 +44,7 @@ def cache_of(model, S=24):
 
 
 PROMPT = [1, 2, 3, 4, 5]
-GOOD = OPS["rms_norm"]
+GOOD = rms_norm.rms_norm
 WRONG_NORMS = {
     "no eps": lambda x, w, eps: GOOD(x, w, 1e-30),
     "scaled": lambda x, w, eps: GOOD(x, w, eps) * 1.01,
@@ -52,9 +52,9 @@ WRONG_NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", OURS)
 def test_our_op_in_its_own_place_changes_nothing(name):
-    result = swap(model_of(), PROMPT, name, OPS[name], tokens=2)
+    result = swap(model_of(), PROMPT, name, {**OURS, **OPS}[name], tokens=2)
     assert result.first_layer is None
     assert result.first_token is None
     assert len(result.differences) == TINY.num_hidden_layers + 1
@@ -110,7 +110,7 @@ def test_mistakes_are_named():
     model = model_of()
     with pytest.raises(ValueError, match="name='norm' is not one of: rms_norm, "):
         swap(model, PROMPT, "norm", fails)
-    with pytest.raises(ValueError, match="name='norm' is not one of: rms_norm, "):
+    with pytest.raises(ValueError, match="name='norm' is not one of: embed_norm, "):
         OpsStep(model, cache_of(model), ops={"norm": fails})
     with pytest.raises(RuntimeError, match="decode_attention in layer 0 failed: KeyError: 'oh'"):
         swap(model, PROMPT, "decode_attention", fails, tokens=1)

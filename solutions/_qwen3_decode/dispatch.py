@@ -15,21 +15,22 @@ import labkit as lab
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from solutions import gemv
 
 from .config import Qwen3Config
+from .gate import divergence
+from .peers import transformers_prefill
 from .prefill import CHOICES, Plan, Prefill, Tried, prefill
 from .reference import Cache, forward, new_cache
 from .step import packed
-from .weights import Layer, Model, layer_names
+from .weights import Model, cast
 
 CONTEXTS = (128, 512, 2048, 4096)  # tokens that plans are made and shown for
 GPU_ONLY = ("graph", "sdpa_cudnn")
@@ -38,9 +39,6 @@ ROUNDS = 20  # runs of each version, one a round
 MARGIN = 0.005
 PROMPTS = 4  # that the gate looks at: one last token alone says little
 LEAST_KL = 1e-9  # nats: what float32's own rounding gives
-SAME = tuple(
-    name for name in Qwen3Config.__dataclass_fields__ if name not in ("rope_theta", "stop_tokens")
-)  # as Transformers' configuration has it
 
 
 def shapes(config: Qwen3Config, T: int) -> dict[str, dict[str, int]]:
@@ -96,13 +94,7 @@ def time_to_first_token(
     return times
 
 
-def divergence(truth: Float[Tensor, "P V"], logits: Float[Tensor, "P V"]) -> float:
-    """KL(truth ‖ logits) in nats, mean over P rows."""
-    p, q = (log_softmax(x.double(), dim=-1) for x in (truth, logits))
-    return float((p.exp() * (p - q)).sum(dim=-1).mean())
-
-
-def gate(
+def as_near(
     model: Model, prompts: Int64[Tensor, "P T"], cache: Cache
 ) -> Callable[[Float[Tensor, "P V"]], bool]:
     """Whether logits after these prompts are as near the truth as plain torch's.
@@ -111,22 +103,14 @@ def gate(
     the error of the plain version is allowed: KL(truth ‖ logits) ≤ 2 · KL(truth ‖ plain).
     """
     plain = torch.stack([prefill(model, tokens, cache) for tokens in prompts])
-    exact, room = as_float32(model), new_cache(model.config, prompts.shape[1], torch.float32,
-                                               prompts.device)  # fmt: skip
-    truth = torch.cat([forward(exact, tokens, room, last=1) for tokens in prompts])
-    allowed = 2 * divergence(truth, plain) + LEAST_KL
-    return lambda logits: divergence(truth, logits) <= allowed
+    full = cast(model, torch.float32)
+    room = new_cache(model.config, prompts.shape[1], torch.float32, prompts.device)
+    truth = torch.cat([forward(full, tokens, room, last=1) for tokens in prompts])
+    allowed = 2 * divergence(truth, plain).mean() + LEAST_KL
+    return lambda logits: bool(divergence(truth, logits).mean() <= allowed)
 
 
-def as_float32(model: Model) -> Model:
-    """The model in float32."""
-    layers = tuple(Layer(**{f: w.float() for f, w in vars(x).items()}) for x in model.layers)
-    embed = model.embed.float()
-    head = embed if model.head is model.embed else model.head.float()
-    return replace(model, embed=embed, layers=layers, norm=model.norm.float(), head=head)
-
-
-def random_prompts(model: Model, T: int, count: int = PROMPTS) -> Int64[Tensor, "P T"]:
+def random_tokens(model: Model, T: int, count: int = PROMPTS) -> Int64[Tensor, "P T"]:
     """Seeded random tokens, the same on every device."""
     draw = torch.Generator().manual_seed(T)
     tokens = torch.randint(model.config.vocab_size, (count, T), generator=draw)
@@ -144,14 +128,14 @@ def tune(
 
     A candidate is kept if the median time to the first token falls by MARGIN and by twice the noise
     (what the medians of the same plan, timed twice in the same rounds, differ by), and if `holds`
-    says so of the logits after `random_prompts`: by default `gate`. Whatever a candidate raises
+    says so of the logits after `random_tokens`: by default `as_near`. Whatever a candidate raises
     drops it, and is the reason in the table. ModelError for more tokens than the model's positions.
     """
     cache = new_cache(model.config, T, model.embed.dtype, model.embed.device)
     if not model.embed.is_cuda:
         return Plan(T)
-    prompts = random_prompts(model, T)
-    holds = holds or gate(model, prompts, cache)
+    prompts = random_tokens(model, T)
+    holds = holds or as_near(model, prompts, cache)
     return search(model, prompts, cache, candidates(model.config, T), holds, rounds)
 
 
@@ -197,51 +181,7 @@ def judged(took: Mapping[str, Sequence[float]], right: bool) -> tuple:
     return before, after, margin, kept, why
 
 
-# The peer --------------------------------------------------------------------------------------
-
-
-def transformers_model(model: Model, attention: str = "sdpa"):
-    """Qwen3ForCausalLM with the model's own tensors: nothing is copied.
-
-    ImportError without Transformers. `attention` is its attn_implementation.
-    """
-    import transformers
-
-    c = model.config
-    config = transformers.Qwen3Config(
-        **{name: getattr(c, name) for name in SAME},
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        eos_token_id=None,
-        attn_implementation=attention,
-    )
-    with torch.device("meta"):  # no memory for weights that are replaced at once
-        peer = transformers.Qwen3ForCausalLM(config).eval()
-    tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm,
-               "lm_head.weight": model.head}  # fmt: skip
-    for field, (name, _) in layer_names(c).items():
-        for i, layer in enumerate(model.layers):
-            tensors[f"model.layers.{i}.{name}.weight"] = getattr(layer, field)
-    peer.load_state_dict(tensors, assign=True)
-    # The rotation's frequencies are in no file: they are computed, and in float32.
-    rotary = type(peer.model.rotary_emb)(config)
-    peer.model.rotary_emb = rotary.to(model.embed.device)
-    return peer.requires_grad_(False)
-
-
-def transformers_prefill(
-    model: Model, attention: str = "sdpa"
-) -> Callable[[Int64[Tensor, " T"]], Float[Tensor, " V"]]:
-    """What `Prefill` is compared with: Transformers on the same weights, with a cache of its own.
-
-    ImportError without Transformers.
-    """
-    peer = transformers_model(model, attention)
-
-    @torch.no_grad()
-    def run(tokens: Tensor) -> Tensor:
-        return peer(input_ids=tokens[None], use_cache=True, logits_to_keep=1).logits[0, -1]
-
-    return run
+# Beside the others ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -258,7 +198,7 @@ class FirstToken:
 
 def compare(model: Model, plan: Plan, rounds: int = 2 * ROUNDS) -> tuple[FirstToken, ...]:
     """Plain torch, the plan, and Transformers with SDPA if it is installed. Needs a GPU."""
-    tokens = random_prompts(model, plan.T)[0]
+    tokens = random_tokens(model, plan.T)[0]
     cache = new_cache(model.config, plan.T, model.embed.dtype, model.embed.device)
     calls = {"plain torch": Prefill(model, cache), "plan": Prefill(model, cache, [plan])}
     if find_spec("transformers"):
@@ -270,6 +210,16 @@ def compare(model: Model, plan: Plan, rounds: int = 2 * ROUNDS) -> tuple[FirstTo
         FirstToken(plan.T, name, *statistics.quantiles(times, n=4), len(times))
         for name, times in took.items()
     )
+
+
+def recorded(model: Model, log: Callable = print) -> dict[str, list[dict]]:
+    """Plans and times to the first token at CONTEXTS, as the results keep them."""
+    plans, rows = [], []
+    for T in CONTEXTS:
+        plans.append(tune(model, T))
+        rows += compare(model, plans[-1])
+        log(f"  prefill of {T} tokens: " + ", ".join(map(repr, rows[-3:])))
+    return {"plans": [p.as_json() for p in plans], "first_token": [asdict(r) for r in rows]}
 
 
 def table(rows: Sequence[FirstToken]) -> lab.Table:

@@ -33,14 +33,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, embedding, linear
+from torch.nn.functional import cosine_similarity
 
-from solutions import rms_norm
-
+from .generate import load_tokenizer
 from .prompts import random_prompts, text_prompts
-from .reference import Cache, layer_forward, new_cache
+from .reference import Cache, forward, new_cache
 from .step import Step
-from .weights import SMALL, Model, cast, load_model
+from .weights import HELD_OUT, SMALL, Model, cast, load_model
 
 ALLOWED = 1.5
 AGREEMENT = 0.99
@@ -49,7 +48,7 @@ LAST = 16  # tokens of a prompt that the rung reads
 WATCHED = 8  # prompts, the first ones, whose residual stream is compared
 FREE = 1024  # tokens that graph and eager write on their own
 STALE = 4.0  # in all slots past the context: zeros would hide that someone looks there
-TEXT = SMALL / "held_out.txt"  # what the small model was not trained on
+TEXT = SMALL / HELD_OUT  # what the small model was not trained on
 # Rungs of which Python launches every kernel are slow: so they get fewer prompts.
 FEWER = {"numba": 8, "torch": 32, "triton": 32}
 
@@ -141,18 +140,20 @@ def number(value: float) -> float | None:
 # The reference -------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def read(model: Model, tokens: Tensor, cache: Cache, last: int) -> tuple[Tensor, Tensor]:
     """reference.forward of a whole prompt: logits [last, V], and x after each layer, [last, L, …].
 
     Both in float32.
     """
-    x, seen = embedding(tokens, model.embed), []
-    for w, k_cache, v_cache in zip(model.layers, cache.k, cache.v, strict=True):
-        x = layer_forward(model.config, w, x, k_cache, v_cache, cache.cos_sin, 0)
-        seen.append(x[-last:])
-    logits = linear(rms_norm.library(x[-last:], model.norm, model.config.rms_norm_eps), model.head)
-    return logits.float(), torch.stack(seen, dim=1).float()
+    seen: list[Tensor] = []
+    logits = forward(model, tokens, cache, last=last, seen=seen)
+    return logits.float(), torch.stack([x[-last:] for x in seen], dim=1).float()
+
+
+def divergence(truth: Tensor, logits: Tensor) -> Tensor:
+    """KL(truth ‖ logits) in nats of each row of logits [T, V]."""
+    p, q = (torch.log_softmax(x.double(), dim=1) for x in (truth, logits))
+    return (p.exp() * (p - q)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Tally:
         nll = -q.gather(1, following)[:, 0]
         self.nll.append(nll)
         self.gap.append((nll + p.gather(1, following)[:, 0]).abs())
-        self.kl.append((p.exp() * (p - q)).sum(1))
+        self.kl.append(divergence(truth.logits, logits))
         margin = truth.logits.amax(1) - truth.logits.gather(1, chosen)[:, 0]
         self.exact.append((truth.logits.argmax(1) == chosen[:, 0]).double())
         self.near.append((margin <= truth.noise).double())
@@ -338,21 +339,17 @@ def gate(build: Build, model: Model, prompts: Sequence[Tensor], **how) -> Gate:
 def recorded(ladder, model: Model, log: Callable = print, count: int = 256) -> list[dict]:
     """The gates of a ladder's rungs as the results keep them: on `model`, and on the small one.
 
-    The small model reads text that it was not trained on; without its files it is left out.
+    The small model reads text that it was not trained on.
     """
     builds = {rung.name: rung.fn.build for rung in ladder}
     fewer = {r.name: min(count, FEWER[r.kind]) for r in ladder if r.kind in FEWER}
-    cases = [("random, Qwen3-0.6B's shape", model, random_prompts(model.config, count))]
-    if TEXT.is_file():
-        from .generate import load_tokenizer
-
-        small = load_model(SMALL, torch.bfloat16)
-        ids = load_tokenizer(SMALL).encode(TEXT.read_text(encoding="utf-8")).ids
-        cases.append(("small, on held-out text", small, text_prompts(small.config, ids, count)))
-    else:
-        log(f"  left out: the gate on text, {TEXT}: no such file")
+    small = load_model(SMALL, torch.bfloat16)
+    ids = load_tokenizer(SMALL).encode(TEXT.read_text(encoding="utf-8")).ids
     found = []
-    for weights, given, prompts in cases:
+    for weights, given, prompts in (
+        ("random, Qwen3-0.6B's shape", model, random_prompts(model.config, count)),
+        ("small, on held-out text", small, text_prompts(small.config, ids, count)),
+    ):
         for result in gates(builds, given, prompts, weights=weights, fewer=fewer).values():
             log(f"  {result!r}")
             found.append(result.as_json())

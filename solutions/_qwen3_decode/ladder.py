@@ -15,20 +15,21 @@ from __future__ import annotations
 import labkit as lab
 from labkit import bars
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from . import gate
+from . import dispatch, gate, ledger
 from .config import QWEN3_0_6B, ModelError, Qwen3Config
 from .measure import TOKENS, cache_over, device_loops
 from .naive import NaiveStep
 from .peers import TransformersStep
 from .reference import Cache
 from .rungs import DynamicStep, ReferenceStep, StaticStep
+from .start import EMBED_NORM, EXERCISE, embed_norm_fused
 from .step import DecodeStep, OpsStep, Step
 from .weights import STD, Model, cast, random_model, tensor_shapes
 
@@ -137,6 +138,18 @@ def transformers_compiled(model: Model, cache: Cache) -> Step:
     return TransformersStep(model, cache, compiled=True)
 
 
+def facts(log: Callable) -> Mapping:
+    """What the results keep beside the times: gates, the byte ledger, prefill."""
+    context = QWEN3_DECODE.bench_size["context"]
+    model, _, _, k, v = inputs(torch.bfloat16, context=context)
+    steps = ((r.name, r.fn.build(model, cache_over(model, k, v))) for r in DECODE)
+    return {
+        "gates": gate.recorded(DECODE, model, log),
+        "ledger": ledger.recorded(steps, context, log),
+        "prefill": dispatch.recorded(model, log),
+    }
+
+
 QWEN3_DECODE = lab.Problem(
     name="qwen3_decode",
     inputs=inputs,
@@ -163,7 +176,7 @@ QWEN3_DECODE = lab.Problem(
     mutates=("k_cache", "v_cache"),
     ceiling="read",
     measure=device_loops,
-    facts=lambda log: {"gates": gate.recorded(LADDER, model_of(torch.bfloat16), log)},
+    facts=facts,
 )
 
 
@@ -224,7 +237,7 @@ def qwen3_decode_dependent(model: Model, cache: Cache) -> Step:
     return captured(DecodeStep(model, cache, dependent=True))
 
 
-LADDER = lab.Ladder(
+DECODE = lab.Ladder(
     problem=QWEN3_DECODE,
     rungs=(
         lab.Rung(qwen3_decode_naive, "numba"),
@@ -236,4 +249,11 @@ LADDER = lab.Ladder(
         lab.Rung(qwen3_decode_chained, "cuda", simulates=False),
         lab.Rung(qwen3_decode_dependent, "cuda", simulates=False),
     ),
+)
+"""The rungs of a whole step. The reader's exercise, the kernel that starts it, comes after them."""
+
+LADDER = replace(
+    DECODE,
+    rungs=(*DECODE.rungs, lab.Rung(embed_norm_fused, "triton", problem=EMBED_NORM)),
+    exercises=(EXERCISE,),
 )

@@ -26,14 +26,13 @@ from labkit import plot
 from labkit.bench import ceilings
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from math import prod
 
-import torch
-
 from .config import Qwen3Config
-from .step import DecodeStep, OpsStep, Step
+from .measure import loop
+from .step import DecodeStep, OpsStep, Step, kernels_of
 from .weights import layer_names
 
 OF_LAYER = {  # phase -> fields of Layer
@@ -125,36 +124,14 @@ def ledger(
 
 def measured(step: Step, context: int) -> dict[str, float]:
     """Phase -> seconds of one token, with GAPS; ALL instead of the phases if they are not known."""
-    from torch.profiler import ProfilerActivity, profile
-
     first = max(0, context - TOKENS // 2)  # so that the mean position is `context`
-    took = []
-    for _ in range(ROUNDS):
-        step.start(0, first)
-        step.decode_many(1)
-        step.start(0, first)
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step.decode_many(TOKENS)
-        end.record()
-        end.synchronize()
-        took.append(start.elapsed_time(end) * 1e-3 / TOKENS)
+    took = statistics.median(loop(step, 0, first, TOKENS) for _ in range(ROUNDS))
     step.start(0, first)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        step.decode_many(TOKENS)
-        torch.cuda.synchronize()
-    kernels = [
-        (e.time_range.start, e.time_range.end, e.name)
-        for e in seen.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
-        and not e.name.startswith(("Memcpy", "Memset"))
-    ]
+    kernels = kernels_of(lambda: step.decode_many(TOKENS))
     if not kernels:
         raise RuntimeError("torch's profiler saw no kernels: is CUPTI free for it?")
     times = per_phase(step, kernels, TOKENS)
-    return {**times, GAPS: statistics.median(took) - sum(times.values())}
+    return {**times, GAPS: took - sum(times.values())}
 
 
 def per_phase(
@@ -210,6 +187,16 @@ def table(rows: Sequence[Row]) -> lab.Table:
             lines.append((rung, f"{context:,}", row.phase, *size, *took))
     columns = ("rung", "context", "phase", "weights", "KV", "activations", "floor", "time")
     return lab.Table(columns, tuple(lines))
+
+
+def recorded(steps: Iterable[tuple[str, Step]], context: int, log: Callable = print) -> list[dict]:
+    """The ledgers of several steps, each with its rung's name, as the results keep them."""
+    rows: list[Row] = []
+    for rung, step in steps:
+        own = ledger(step, context, rung=rung)
+        log(f"  ledger {rung}: {lab.microseconds(total(own).measured_s)} a token")
+        rows += own
+    return [asdict(row) for row in rows]
 
 
 def rungs_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:

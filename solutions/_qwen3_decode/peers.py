@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .reference import Cache
@@ -46,6 +49,22 @@ def transformers_model(model: Model, attention: str = "sdpa"):
     # Its frequencies are no weights, and were made without memory too.
     net.model.rotary_emb = type(net.model.rotary_emb)(config).to(device)
     return net.eval().requires_grad_(False)
+
+
+def transformers_prefill(
+    model: Model, attention: str = "sdpa"
+) -> Callable[[Int64[Tensor, " T"]], Float[Tensor, " V"]]:
+    """Logits after the last of T tokens, with a cache of Transformers' own.
+
+    ImportError without Transformers.
+    """
+    net = transformers_model(model, attention)
+
+    @torch.no_grad()
+    def run(tokens: Tensor) -> Tensor:
+        return net(input_ids=tokens[None], use_cache=True, logits_to_keep=1).logits[0, -1]
+
+    return run
 
 
 class TransformersStep(Step):

@@ -36,6 +36,7 @@ from solutions import _decode_attention, gemv, rms_norm, rope, swiglu
 from . import kernels
 from .config import ModelError
 from .reference import Cache
+from .start import embed_norm
 from .weights import Layer, Model
 
 # Compute capability from which a kernel may start before its predecessor ends.
@@ -149,7 +150,7 @@ class Step:
 
 
 OPS = {
-    "rms_norm": rms_norm.rms_norm,
+    "embed_norm": embed_norm,
     "rms_norm_residual": rms_norm.rms_norm_residual,
     "qk_norm_rope_cache": rope.qk_norm_rope_cache,
     "decode_attention": _decode_attention.decode_attention,
@@ -177,8 +178,8 @@ class OpsStep(Step):
         """One step; allocates, so that only a graph of it has fixed addresses."""
         config, model, cache, op = self.model.config, self.model, self.cache, self.ops
         H, H_kv, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
-        x = model.embed[self.tokens[self.position]]  # [1, hidden]
-        h = op.rms_norm(x, model.layers[0].input_norm, eps)
+        first = model.layers[0].input_norm
+        h, x = op.embed_norm(self.tokens, self.position, model.embed, first, eps)  # [1, hidden]
         gains = *(w.input_norm for w in model.layers[1:]), model.norm
         context = self.position + 1
         for i, (w, joined) in enumerate(zip(model.layers, self.layers, strict=True)):
@@ -256,14 +257,23 @@ class DecodeStep(Step):
                 self.saw(self.x)
 
 
-def count_kernels(run) -> int:
-    """Kernels that `run()` starts on the GPU, as torch's profiler sees them."""
+def kernels_of(run: Callable[[], object]) -> list[tuple[float, float, str]]:
+    """Start and end in µs, and name, of each kernel that `run()` starts, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    run()  # whatever is compiled or chosen on a first call
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
-    on_gpu = (e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-    return sum(not e.name.startswith(("Memcpy", "Memset")) for e in on_gpu)
+    return [
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in seen.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+        and not e.name.startswith(("Memcpy", "Memset"))
+    ]
+
+
+def count_kernels(run: Callable[[], object]) -> int:
+    """How many kernels `run()` starts on the GPU."""
+    run()  # whatever is compiled or chosen on a first call
+    return len(kernels_of(run))

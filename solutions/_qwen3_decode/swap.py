@@ -3,7 +3,7 @@
     print(swap(model, prompt_tokens, "rms_norm", my_rms_norm))
 
 `swap` decodes the same prompt twice with OpsStep: with the chapters' ops, and with one of them
-replaced, by its name in step.OPS. The first token is looked at layer by layer: where does the
+replaced, by its name. The first token is looked at layer by layer: where does the
 residual stream part? Then the texts: at which token? On a GPU, also: what does it cost?
 
 Under the simulators `fn` runs as it is, and the slow ones of our ops do not: the chapters' library
@@ -13,9 +13,9 @@ Rounding is no fault. As everywhere in the lab, twice the error of ours is allow
 reference in float64, and what sums in float32 in another order may differ by. In bfloat16 that
 hides small faults, such as a missing eps: look in float32, too.
 
-The model norms the residual stream 2·L + 1 times for a token, and all but the first of these norms
-are fused with a sum. For "rms_norm", that sum is a launch of its own in both runs, so all norms are
-the reader's.
+The model norms the residual stream 2·L + 1 times for a token, the first time with the look-up of
+the embedding, then with a sum. For "rms_norm" these are launches of their own in both runs, so all
+norms are the reader's.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import labkit as lab
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from solutions import _decode_attention, gemv, rms_norm, swiglu
 
 from .config import ModelError
-from .reference import Cache, forward, layer_forward, new_cache
+from .measure import loop
+from .reference import Cache, forward, new_cache
 from .step import OPS, OpsStep
-from .weights import Layer, Model
+from .weights import Model, cast
 
 ROUNDS = 5  # timed texts of each version, one after the other
 # Under the simulators these ops take seconds a token, and the library's functions next to nothing.
@@ -45,7 +45,8 @@ STAND_INS = {
     "gate_up_swiglu": swiglu.projection_library,
     "decode_attention": _decode_attention.library,
 }
-OURS = {**OPS, **(STAND_INS if lab.SIMULATED else {})}
+STAND_INS = STAND_INS if lab.SIMULATED else {}
+OURS = {"rms_norm": rms_norm.rms_norm, **OPS, **STAND_INS}
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ def swap(
 
     `fn` takes what OpsStep gives to the op, and returns what the op returns; contexts before the
     last token of the prompt come from reference.forward. ValueError for a name that is not in
-    step.OPS and for results of another form than ours; RuntimeError that says in which layer `fn`
+    OURS and for results of another form than ours; RuntimeError that says in which layer `fn`
     failed; ModelError for a prompt that is empty or not of the vocabulary, where prompt and tokens
     are more than the model's positions, and under the simulators for a dtype but float32.
     """
-    if name not in OPS:
-        raise ValueError(f"op name={name!r} is not one of: {', '.join(OPS)}")
+    if name not in OURS:
+        raise ValueError(f"op name={name!r} is not one of: {', '.join(OURS)}")
     if lab.SIMULATED and model.embed.dtype != torch.float32:
         raise ModelError(f"the simulators compute in float32, the model is in {model.embed.dtype}")
     if not len(prompt_tokens) or tokens < 1:
@@ -144,24 +145,24 @@ def swap(
         step.start(prompt[-1], before)
         return step
 
-    layers = model.config.num_hidden_layers
-    ours = Watch(name, OURS[name], layers)
-    theirs = Watch(name, fn, layers, ours.forms)
-    texts, places = [], []
-    for watch in (ours, theirs):
-        step = started(watch.ops())
-        text = step.decode_many(1).tolist()
-        places.append([*watch.residuals, step.logits.clone()])
-        texts.append(tuple(text + step.decode_many(tokens - 1).tolist()))
-    truth = list(true_places(model, cache, prompt[-1:], before))
+    ours = Watch(name, OURS[name])
+    theirs = Watch(name, fn, ours.forms)
+    texts, places = zip(*(watch.decode(started, tokens) for watch in (ours, theirs)), strict=True)
+    truth: list[Tensor] = []
+    copy = Cache(*(x.double() for x in cache))
+    logits = forward(cast(model, torch.float64), prompt[-1:], copy, before, seen=truth)
+    truth.append(logits)
     slack = (1 + math.sqrt(model.config.hidden_size)) * torch.finfo(torch.float32).eps
     allowed = tuple(
         2 * largest(mine.double() - true) + slack * largest(true)
-        for mine, true in zip(places[0], truth, strict=True)
+        for mine, true in zip(places[0], (x[0] for x in truth), strict=True)
     )
     seconds = None
     if device.type == "cuda":
-        seconds = timed([started(replaced(name, f)) for f in (OURS[name], fn)], before, tokens)
+        steps = [started(replaced(name, f)) for f in (OURS[name], fn)]
+        token = int(prompt[-1])
+        rounds = [[loop(s, token, before, tokens) for s in steps] for _ in range(ROUNDS)]
+        seconds = tuple(map(statistics.median, zip(*rounds, strict=True)))
     differences = (largest(a.double() - b.double()) for a, b in zip(*places, strict=True))
     dtype = str(model.embed.dtype).removeprefix("torch.")
     return Swapped(name, dtype, tuple(differences), allowed, *texts, seconds)
@@ -169,12 +170,18 @@ def swap(
 
 def replaced(name: str, fn: Callable) -> dict[str, Callable]:
     """What OpsStep needs for `fn` to be the op `name`."""
+    if name != "rms_norm":
+        return {name: fn}
 
-    def apart(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def looked_up(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor, eps: float):
+        x = embed[tokens[position]]
+        return fn(x, w, eps), x
+
+    def added(x: Tensor, residual: Tensor, w: Tensor, eps: float):
         x = x + residual
         return fn(x, w, eps), x
 
-    return {name: fn, "rms_norm_residual": apart} if name == "rms_norm" else {name: fn}
+    return {"embed_norm": looked_up, "rms_norm_residual": added}
 
 
 def largest(x: Tensor) -> float:
@@ -182,55 +189,32 @@ def largest(x: Tensor) -> float:
     return float(x.abs().max())
 
 
-def true_places(model: Model, cache: Cache, token: Tensor, position: int) -> Iterator[Tensor]:
-    """The residual stream after each layer, then the logits, in float64 [hidden] and [V]."""
-    x, table = model.embed[token].double(), cache.cos_sin.double()
-    for w, k, v in zip(model.layers, cache.k, cache.v, strict=True):
-        w = Layer(**{field: tensor.double() for field, tensor in vars(w).items()})
-        with torch.no_grad():
-            x = layer_forward(model.config, w, x, k.double(), v.double(), table, position)
-        yield x[0]
-    h = rms_norm.library(x, model.norm.double(), model.config.rms_norm_eps)
-    yield linear(h, model.head.double())[0]
-
-
 class Watch:
-    """Ops of an OpsStep that know where they are, and keep the first token's residual stream.
+    """An op that says in which layer it failed, and notes in `forms` what its calls returned.
 
-    `forms` says what each call of `fn` returned; if `wanted` is given, it must be the same.
+    If `wanted` is given, they must return the same.
     """
 
-    def __init__(
-        self, name: str, fn: Callable, layers: int, wanted: Sequence[str] | None = None
-    ) -> None:
-        self.name, self.fn, self.layers, self.wanted = name, fn, layers, wanted
+    def __init__(self, name: str, fn: Callable, wanted: Sequence[str] | None = None) -> None:
+        self.name, self.fn, self.wanted = name, fn, wanted
         self.forms: list[str] = []
-        self.residuals: list[Tensor] = []  # [hidden] after each layer
-        self.sums = 0  # of this token so far, two a layer
 
-    def ops(self) -> dict[str, Callable]:
-        """What OpsStep takes."""
-        ops = {**OURS, **replaced(self.name, self._guarded)}
-        first, add = ops["rms_norm"], ops["rms_norm_residual"]
+    def decode(
+        self, started: Callable[..., OpsStep], tokens: int
+    ) -> tuple[tuple[int, ...], list[Tensor]]:
+        """A text, and of its first token the residual stream after each layer, and the logits."""
+        self.step = started({**STAND_INS, **replaced(self.name, self)})
+        text, places = [], []
+        for _ in range(tokens):
+            self.step.residuals = []  # their number says which layer is at work
+            text += self.step.decode_many(1).tolist()
+            places = places or [*self.step.residuals, self.step.logits.clone()]
+        return tuple(text), places
 
-        def rms_norm(*args) -> Tensor:
-            self.sums = 0  # a token begins with it
-            return first(*args)
-
-        def rms_norm_residual(*args) -> tuple[Tensor, Tensor]:
-            h, x = add(*args)
-            self.sums += 1
-            if self.sums % 2 == 0 and len(self.residuals) < self.layers:
-                self.residuals.append(x[0].clone())
-            return h, x
-
-        return {**ops, "rms_norm": rms_norm, "rms_norm_residual": rms_norm_residual}
-
-    def _guarded(self, *args):
-        layer = self.sums // 2
-        where = (
-            f"{self.name} in layer {layer}" if layer < self.layers else f"{self.name} in the head"
-        )
+    def __call__(self, *args):
+        """The op."""
+        layer, layers = len(self.step.residuals), self.step.model.config.num_hidden_layers
+        where = f"{self.name} in " + (f"layer {layer}" if layer < layers else "the head")
         try:
             result = self.fn(*args)
         except Exception as why:
@@ -247,19 +231,3 @@ def form_of(value: object) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def timed(steps: Sequence[OpsStep], position: int, tokens: int) -> tuple[float, ...]:
-    """Median seconds of one token of each step, one after the other in each of ROUNDS rounds."""
-    took: list[list[float]] = [[] for _ in steps]
-    for _ in range(ROUNDS):
-        for step, times in zip(steps, took, strict=True):
-            step.start(step.tokens[position].clone(), position)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            step.decode_many(tokens)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e-3 / tokens)
-    return tuple(map(statistics.median, took))

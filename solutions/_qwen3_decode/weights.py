@@ -16,6 +16,7 @@ from torch import Tensor
 from .config import DTYPES, ModelError, Qwen3Config, read_config, read_json
 
 SMALL = Path(__file__).parent / "small"  # the model that ships with the lab, made by train.py
+HELD_OUT = "held_out.txt"  # in that folder: the text it was not trained on
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names

@@ -17,7 +17,7 @@ import traceback
 import torch
 
 from solutions._qwen3_decode import gate, measure
-from solutions._qwen3_decode.ladder import LADDER, QWEN3_DECODE, model_of
+from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE, model_of
 
 START, LIMIT = time.time(), 145
 BF16 = torch.bfloat16
@@ -73,8 +73,8 @@ def times(fn, context: int, seconds: float) -> str:
 def gates(prompts: int, last: int) -> str:
     """All rungs on a few prompts, a line each; then how long it took."""
     began, model = time.time(), model_of(BF16)
-    builds = {r.name: r.fn.build for r in LADDER}
-    fewer = {r.name: 2 for r in LADDER if r.kind == "numba"}
+    builds = {r.name: r.fn.build for r in DECODE}
+    fewer = {r.name: 2 for r in DECODE if r.kind == "numba"}
     found = gate.gates(
         builds, model, gate.random_prompts(model.config, prompts), last=last, free=256, fewer=fewer
     )
@@ -86,12 +86,12 @@ def gates(prompts: int, last: int) -> str:
 def main() -> None:
     """All parts, the most needed first."""
     print(lab.DEVICE.name, torch.__version__, f"read {ceilings()['read_bytes_per_s'] / 1e12:.2f}")
-    for rung in LADDER:
+    for rung in DECODE:
         part(f"error {rung.name}", 20, lambda fn=rung.fn: errors(fn))
-    for rung in LADDER:
+    for rung in DECODE:
         part(f"512 {rung.name}", 15, lambda fn=rung.fn: times(fn, 512, 1.5))
     part("gate", 30, lambda: gates(8, 8))
-    for rung in reversed(LADDER.rungs):
+    for rung in reversed(DECODE.rungs):
         part(f"8192 {rung.name}", 10, lambda fn=rung.fn: times(fn, 8192, 1.0))
     part("512 reference", 8, lambda: times(QWEN3_DECODE.library, 512, 1.0))
     for name, fn in QWEN3_DECODE.peers.items():

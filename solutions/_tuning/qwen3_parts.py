@@ -91,7 +91,7 @@ def _():
 
 @part("swap", 30)
 def _():
-    prompt = dispatch.random_prompts(model, 64, 1)[0].tolist()
+    prompt = dispatch.random_tokens(model, 64, 1)[0].tolist()
     good = OPS["rms_norm"]
     for name, how, fn in (
         ("rms_norm", "library", rms_norm.library),
