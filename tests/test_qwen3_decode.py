@@ -1,7 +1,5 @@
 """The model of the last chapter: configuration, weights, reference, generation, training."""
 
-import labkit as lab
-
 import json
 import os
 import re
@@ -682,6 +680,7 @@ def test_training_learns_and_is_written_down(folder):
     model = weights.load_model(folder, torch.float32, "cpu")
     ids = generate.load_tokenizer(folder).encode(TEXT[round(len(TEXT) * 0.9) :]).ids
     assert len(ids) == record["text"]["held_out_tokens"]
+    assert (folder / "held_out.txt").read_text() == TEXT[round(len(TEXT) * 0.9) :]
     # The reference and the training's forward pass agree on the loss of what was written.
     total = 0.0
     for start in range(0, len(ids) - 1, 64):

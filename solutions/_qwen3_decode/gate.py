@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from .generate import load_tokenizer
 from .prompts import random_prompts, text_prompts
 from .reference import Cache, forward, new_cache
 from .step import Step
@@ -341,6 +340,8 @@ def recorded(ladder, model: Model, log: Callable = print, count: int = 256) -> l
 
     The small model reads text that it was not trained on.
     """
+    from .generate import load_tokenizer  # here: it needs the extra `model`
+
     builds = {rung.name: rung.fn.build for rung in ladder}
     fewer = {r.name: min(count, FEWER[r.kind]) for r in ladder if r.kind in FEWER}
     small = load_model(SMALL, torch.bfloat16)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .config import DTYPES, ModelError, Qwen3Config, read_config, read_json
@@ -178,6 +177,8 @@ def shard_paths(folder: Path) -> list[Path]:
 
 def open_shard(path: Path, device: str):
     """A safetensors file mapped into memory. ModelError if it is cut short or none at all."""
+    from safetensors import SafetensorError, safe_open  # here, so that the ladder needs it not
+
     try:
         return safe_open(path, framework="pt", device=device)
     except (SafetensorError, OSError) as why:
@@ -212,7 +213,7 @@ def model_folder(model: str) -> Path:
         raise ModelError(f"model={model!r}: no such folder, and no hub id such as Qwen/Qwen3-0.6B")
     try:
         return download(model)
-    except ModelError:
+    except (ModelError, ModuleNotFoundError):
         raise
     except Exception as why:  # whatever the HTTP library raises; its classes change
         line = (str(why).strip() or type(why).__name__).splitlines()[0]
