@@ -47,8 +47,8 @@ GAPS, ALL = "gaps", "all kernels"  # what no kernel takes; a step whose kernels 
 TOKENS, ROUNDS = 32, 9  # tokens of a timed loop, and loops
 SEGMENTS = (  # parts of a bar of the figure: name, colour, colour of the number in it
     ("floor of its bytes", plot.ACCENT, "white"),
-    ("its kernels, beyond that", plot.WASTE, plot.CEILING),
-    ("gaps between kernels", "#d1d5db", plot.CEILING),
+    ("kernels, beyond that", plot.WASTE, plot.CEILING),
+    ("gaps between them", "#d1d5db", plot.CEILING),
 )
 
 
