@@ -125,6 +125,8 @@ def check(
     if SIMULATED and any(k.autotuned for k in kernels):
         note = "triton.autotune needs a GPU; launch one configuration to check it here"
         return Verdict("⚪", name, note=note)
+    if SIMULATED and problem.measure and rung and not rung.simulates:
+        return Verdict("⚪", name, note="a whole model on a GPU: the simulators cannot run it")
     if SIMULATED and ("cuda" in kinds or (rung and not rung.simulates)):
         return _compiled_only(launcher, name, problem)
     dtypes, skipped = (rung and rung.dtypes) or problem.dtypes, []

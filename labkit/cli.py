@@ -1,4 +1,4 @@
-"""The `lab` command: doctor, check, compare, bench, record, sync, scorecard, validate."""
+"""The `lab` command: doctor, check, compare, bench, generate, record, sync, scorecard, validate."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
         p.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
         if name == "compare":
             p.add_argument("--diff", action="store_true", help="show the source diff too")
+    p = commands.add_parser(
+        "generate", help="go on with a prompt, by the model of the last chapter"
+    )
+    p.add_argument("prompt")
+    p.add_argument(
+        "--model", default="small", help="small (default), a folder, or a hub id: Qwen/Qwen3-0.6B"
+    )
+    p.add_argument("--tokens", type=int, default=100, help="at most, %(default)s")
+    p.add_argument("--dtype", help="bfloat16, float16 or float32; default: that of the files")
     p = commands.add_parser("record", help="re-record a chapter on this GPU")
     p.add_argument("chapter", help="number or slug: 03 or rms_norm")
     p = commands.add_parser("sync", help="write the notebooks' kernel cells from solutions")
@@ -189,6 +198,21 @@ def _inner(options) -> int:
         raise Fault(f"no recorded number: {why.args[0]}") from None
 
 
+def generate(options) -> int:
+    """Print a model's text."""
+    try:
+        from solutions._qwen3_decode.config import ModelError
+        from solutions._qwen3_decode.generate import write
+
+        try:
+            write(options.prompt, options.model, options.tokens, options.dtype)
+        except ModelError as why:
+            raise Fault(str(why)) from None
+    except ModuleNotFoundError as why:
+        raise Fault(f"{why.name} is not installed: pip install 'kernel-ladder[model]'") from None
+    return 0
+
+
 def record(options) -> int:
     """Run the chapter's GPU tests, record its results, execute its notebook, redraw the pages."""
     if lab.SIMULATED:
@@ -297,6 +321,7 @@ COMMANDS = {
     "check": _on_a_reader_kernel,
     "compare": _on_a_reader_kernel,
     "bench": _on_a_reader_kernel,
+    "generate": generate,
     "record": record,
     "sync": sync,
     "scorecard": scorecard,

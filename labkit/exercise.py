@@ -22,6 +22,7 @@ import ast
 import inspect
 import linecache
 import os
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -129,7 +130,19 @@ class Attempt:
 
 
 def definition(module: ModuleType, name: str) -> str:
-    """The source text of a top-level definition of a module, decorators and assignments too."""
+    """The source text of a top-level definition of a module, decorators and assignments too.
+
+    Of a package: of the one imported module in it that has the name.
+    """
+    inside = [m for n, m in sys.modules.items() if n.startswith(f"{module.__name__}.")]
+    found = [text for part in (module, *inside) if (text := _definition(part, name))]
+    if len(found) != 1:
+        count = "several" if found else "no"
+        raise ValueError(f"{module.__name__} has {count} top-level definition name={name!r}")
+    return found[0]
+
+
+def _definition(module: ModuleType, name: str) -> str | None:
     source = inspect.getsource(module)
     lines = source.splitlines()
     for node in ast.parse(source).body:
@@ -139,7 +152,7 @@ def definition(module: ModuleType, name: str) -> str:
         if named:
             first = min([node.lineno] + [d.lineno for d in getattr(node, "decorator_list", [])])
             return "\n".join(lines[first - 1 : node.end_lineno])
-    raise ValueError(f"{module.__name__} has no top-level definition name={name!r}")
+    return None
 
 
 def skeleton(module: ModuleType, name: str) -> str:

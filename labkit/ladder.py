@@ -13,15 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-KINDS = ("numba", "triton", "cuda")
+KINDS = ("numba", "triton", "cuda", "torch")
 
 
 @dataclass(frozen=True)
 class Rung:
     """One version: a launcher with the signature of its problem's `library`.
 
-    `kind` is the language: "numba", "triton" or "cuda" (C++). `simulates` is False for kernels
-    that need a GPU (raw CUDA, warp shuffles). `problem` is None for the ladder's own problem.
+    `kind` is the language: "numba", "triton", "cuda" (C++), or "torch" for one that has no kernel
+    of its own. `simulates` is False for what needs a GPU (raw CUDA, warp shuffles, CUDA graphs).
+    `problem` is None for the ladder's own problem.
     """
 
     fn: Callable

@@ -95,6 +95,11 @@ class Problem:
     timing: str = "events"
     """"events" times one call at a time. "graph" times a CUDA graph of many, whose inputs rotate
     through more memory than L2 holds: for calls so short that the launch would hide the kernel."""
+    measure: Callable[..., list] | None = None
+    """Times versions in place of `labkit.bench.measure`, with its parameters: for a whole model,
+    whose tokens come one after another."""
+    facts: Callable[[Callable], Mapping] | None = None
+    """What a recording keeps beside the times, under "model". Takes the function that logs."""
 
     def __post_init__(self) -> None:
         """Refuse unknown words."""

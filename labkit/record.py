@@ -60,6 +60,8 @@ def versions_of(
         if ladder.problem_of(r) is problem and dtype in (r.dtypes or problem.dtypes)
     }
     found[library_name(problem)] = ("library", problem.library)
+    if problem.measure:  # which tries the peers itself
+        return found | {name: ("peer", fn) for name, fn in problem.peers.items()}
     torch.compiler.reset()  # or the ninth size would silently run uncompiled
     compiled = torch.compile(problem.library, mode=COMPILE_MODE, dynamic=False)
     for name, fn in {"torch.compile": compiled, **problem.peers}.items():
@@ -123,6 +125,8 @@ def record(
         "rejected": [_rejected(ladder, r) for r in ladder.rejected],
         "gpu_tests": gpu_tests or {"passed": 0, "failed": 0, "skipped": 0},
     }
+    if facts := [p.facts for p in ladder.problems if p.facts]:
+        data["model"] = {name: fact for own in facts for name, fact in own(log).items()}
     data["target"] = target(ladder, Results(data))
     path = save(data, folder)
     part.unlink(missing_ok=True)
@@ -184,6 +188,8 @@ def _rejected(ladder: Ladder, attempt: Rejected) -> dict:
 def _as_json(timing) -> dict:
     data = asdict(timing)
     del data["source"]
+    if not data["more"]:
+        del data["more"]
     data["error_over_allowed"] = round(data["error_over_allowed"], 4)
     return data
 

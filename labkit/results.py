@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -20,8 +20,9 @@ class Timing:
     """How long one rung took at one size: quartiles of many cold-cache runs, in seconds.
 
     `bytes` and `flops` are the ledger's: what any version must move and compute. `kind` is the
-    language of a rung ("numba", "triton", "cuda"), "library" or "peer". `error_over_allowed` is
-    that of the outputs it computed on these very inputs.
+    language of a rung ("numba", "triton", "cuda", "torch"), "library" or "peer".
+    `error_over_allowed` is that of the outputs it computed on these very inputs. `more` holds what
+    else a problem's own `measure` counted, by name.
     """
 
     problem: str
@@ -39,6 +40,7 @@ class Timing:
     error_over_allowed: float
     fraction_of_ceiling: float
     source: str = ""  # device and date
+    more: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bandwidth(self) -> float:

@@ -3,9 +3,11 @@
 import labkit as lab
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -160,6 +162,91 @@ def test_bench_without_a_gpu_shows_the_recorded_number():
     out = run("bench", "vector_add", "vector_add_naive")
     assert out.returncode == 0, out.stderr
     assert "measured on NVIDIA" in out.stdout
+
+
+def test_generate_prints_the_small_models_text():
+    out = run("generate", "To be", "--tokens", "20")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.startswith("To be")
+    assert len(out.stdout.split()) > 5
+
+
+def generate(capsys, *arguments):
+    """Exit code, output and the one line of errors of `lab generate`, run in this process."""
+    from labkit.cli import main
+
+    code = main(["generate", *arguments])
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == (code != 0)
+    return code, printed.out, printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("",), "prompt=''"),
+        (("word " * 300,), "tokens, the cache 256 slots"),
+        (("a", "--tokens", "-1"), "tokens=-1"),
+        (("a", "--dtype", "int8"), "dtype='int8'"),
+        (("a", "--model", "no_such_folder"), "model='no_such_folder'"),
+    ],
+    ids=["empty", "long", "tokens", "dtype", "model"],
+)
+def test_generate_names_what_is_wrong(arguments, words, capsys):
+    code, out, error = generate(capsys, *arguments)
+    assert (code, out) == (1, "")
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "words"),
+    [
+        ("model.safetensors", None, None, "model.safetensors: no such file"),
+        ("model.safetensors", b"}}", b"", "model.safetensors: cut short"),
+        ("model.safetensors", b'"BF16"', b'"F16" ', "has dtype float16, config.json says bfloat16"),
+        ("config.json", b'"qwen3"', b'"llama"', "config.json: model_type='llama'"),
+        ("config.json", b'"hidden_size": 256', b'"hidden_size": 128', "has shape"),
+        ("config.json", b'"vocab_size": 1024', b'"vocab_size": 64', "has shape"),
+        ("tokenizer.json", b"{", b"", "tokenizer.json: not JSON"),
+    ],
+)
+def test_generate_names_a_bad_file_and_leaves_the_folder_alone(
+    file, old, new, words, tmp_path, capsys
+):
+    from solutions._qwen3_decode.weights import SMALL
+
+    folder = Path(shutil.copytree(SMALL, tmp_path / "model"))
+    data = (folder / file).read_bytes()
+    (folder / file).unlink()
+    if old is not None:
+        (folder / file).write_bytes(data.replace(old, new))
+    before = sorted(f.name for f in tmp_path.rglob("*"))
+    code, out, error = generate(capsys, "a", "--model", str(folder))
+    assert (code, out) == (1, "")
+    assert words in error
+    assert file in error or file == "config.json"
+    assert sorted(f.name for f in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("package", ["safetensors", "tokenizers", "huggingface_hub"])
+def test_generate_without_the_extra_says_what_to_install(package, monkeypatch, capsys):
+    for name in [n for n in sys.modules if n.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "solutions._qwen3_decode.generate", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    model = "lab/no-such-model" if package == "huggingface_hub" else "small"
+    code, _, error = generate(capsys, "a", "--model", model)
+    assert code == 1
+    assert package in error
+    assert "pip install 'kernel-ladder[model]'" in error
+
+
+def test_the_ladder_needs_no_extra():
+    """`lab check` imports every chapter, and the lab is installed without extras."""
+    code = "import sys; sys.modules.update(dict.fromkeys(('safetensors', 'tokenizers', 'jinja2',"
+    code += " 'huggingface_hub', 'transformers'))); import solutions._qwen3_decode"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
 
 
 @pytest.mark.parametrize("package", ["numba.cuda", "triton"])

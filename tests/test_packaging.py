@@ -36,7 +36,7 @@ def test_conda_route_has_no_second_list_of_pins():
 
 def test_all_means_what_the_book_the_lab_and_the_tests_need():
     (everything,) = EXTRAS["all"]
-    assert Requirement(everything).extras == {"lab", "book", "test"}
+    assert Requirement(everything).extras == {"lab", "book", "test", "model"}
 
 
 @pytest.mark.parametrize("pin", PINS, ids=lambda pin: pin.name)

@@ -1,7 +1,5 @@
 """The model of the last chapter: configuration, weights, reference, generation, training."""
 
-import labkit as lab
-
 import json
 import os
 import re
@@ -682,6 +680,7 @@ def test_training_learns_and_is_written_down(folder):
     model = weights.load_model(folder, torch.float32, "cpu")
     ids = generate.load_tokenizer(folder).encode(TEXT[round(len(TEXT) * 0.9) :]).ids
     assert len(ids) == record["text"]["held_out_tokens"]
+    assert (folder / "held_out.txt").read_text() == TEXT[round(len(TEXT) * 0.9) :]
     # The reference and the training's forward pass agree on the loss of what was written.
     total = 0.0
     for start in range(0, len(ids) - 1, 64):
@@ -749,13 +748,42 @@ def test_training_refuses_and_leaves_nothing(tmp_path, capsys, monkeypatch):
 # The model that ships with the lab ----------------------------------------------------------------
 
 
-@pytest.mark.skipif(not weights.SMALL.is_dir(), reason="small/ is not trained yet")
-def test_small_model():
-    assert sum(f.stat().st_size for f in weights.SMALL.iterdir()) <= 8_000_000
-    small = weights.load_model(weights.SMALL)
-    assert small.config == train.SMALL
+def test_small_model_is_what_its_record_says():
+    files = {f.name: f.stat().st_size for f in weights.SMALL.iterdir()}
+    assert sum(files.values()) <= 8_000_000
+    assert files["held_out.txt"] <= 120_000
+    small = weights.load_model(weights.SMALL, torch.float32, "cpu")
+    assert replace(small.config, dtype="bfloat16") == train.SMALL
     record = json.loads((weights.SMALL / "training.json").read_text())
-    losses = [point["held_out_loss"] for point in record["curve"]]
-    assert record["held_out_loss"] == pytest.approx(min(losses), rel=0.01)
-    generate.write("To be", tokens=20)
-    assert lab.DEVICE.torch == small.embed.device.type
+    assert record["weights"] == sum(
+        torch.Size(shape).numel() for shape in weights.tensor_shapes(small.config).values()
+    )
+    recipe = {k: v for k, v in record["recipe"].items() if k not in ("every", "patience")}
+    assert train.Recipe(**recipe) == train.RECIPE
+    text = (weights.SMALL / "held_out.txt").read_text(encoding="utf-8")
+    assert len(text) == record["text"]["held_out_characters"]
+    ids = torch.tensor(generate.load_tokenizer(weights.SMALL).encode(text).ids)
+    assert len(ids) == record["text"]["held_out_tokens"]
+    loss = train.held_out_loss(small, ids, train.RECIPE.batch)
+    assert loss == pytest.approx(record["held_out_loss"], rel=0.005)
+
+
+def test_transformers_loads_the_small_model_and_has_our_logits():
+    transformers = pytest.importorskip("transformers")
+    text = (weights.SMALL / "held_out.txt").read_text(encoding="utf-8")
+    ids = transformers.AutoTokenizer.from_pretrained(weights.SMALL)(text[:1000])["input_ids"][:256]
+    assert ids == generate.load_tokenizer(weights.SMALL).encode(text[:1000]).ids[:256]
+    net = transformers_model(weights.SMALL, dtype=torch.float32)
+    ours = weights.load_model(weights.SMALL, torch.float32, "cpu")
+    tokens, cache = torch.tensor(ids), reference.new_cache(ours.config, 256, torch.float32, "cpu")
+    with torch.no_grad():
+        theirs = net(tokens[None]).logits[0]
+    assert torch.equal(reference.forward(ours, tokens, cache), theirs)
+
+
+def test_small_model_writes(capsys):
+    generate.write("To be", tokens=60)
+    text = capsys.readouterr().out
+    assert text.startswith("To be")
+    assert text.isascii()
+    assert len(text.split()) > 20

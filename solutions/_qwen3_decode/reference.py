@@ -91,13 +91,19 @@ def layer_forward(
 
 @torch.no_grad()
 def forward(
-    model: Model, tokens: Int64[Tensor, " T"], cache: Cache, start: int = 0, last: int | None = None
+    model: Model,
+    tokens: Int64[Tensor, " T"],
+    cache: Cache,
+    start: int = 0,
+    last: int | None = None,
+    seen: list[Tensor] | None = None,
 ) -> Float[Tensor, "T V"]:
     """Logits after each of T tokens, the first of which stands at position `start`.
 
     `start` 0 and a whole prompt is prefill; one token and `start` > 0 is a decode step. Tokens
     before `start` must be in the cache. With `last`, logits after the last so many tokens only.
-    ModelError if the cache has too few slots.
+    The residual stream [T, hidden] after each layer is appended to `seen`. ModelError if the cache
+    has too few slots.
     """
     S, end = cache.k.shape[1], start + len(tokens)
     if end > S:
@@ -105,5 +111,7 @@ def forward(
     x = embedding(tokens, model.embed)
     for w, k_cache, v_cache in zip(model.layers, cache.k, cache.v, strict=True):
         x = layer_forward(model.config, w, x, k_cache, v_cache, cache.cos_sin, start)
+        if seen is not None:
+            seen.append(x)
     x = rms_norm.library(x, model.norm, model.config.rms_norm_eps)
     return linear(x if last is None else x[-last:], model.head)

@@ -6,6 +6,7 @@ as the cache has room for; Python does not see them before it wants to.
 
 `OpsStep` is made of the chapters' ops, as they are. `DecodeStep` is made of kernels.py: the same
 kernels eager, in a graph, and, with `dependent`, each started while the one before it still works.
+The steps before these on the ladder are in naive.py and rungs.py.
 
 The cache is reference.py's, so `reference.forward` does the prefill:
 
@@ -21,6 +22,9 @@ from __future__ import annotations
 
 import labkit as lab
 
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -32,12 +36,12 @@ from solutions import _decode_attention, gemv, rms_norm, rope, swiglu
 from . import kernels
 from .config import ModelError
 from .reference import Cache
+from .start import embed_norm
 from .weights import Layer, Model
 
-FIRST_DEPENDENT = (
-    9,
-    0,
-)  # compute capability from which a kernel may start before its predecessor ends
+# Compute capability from which a kernel may start before its predecessor ends.
+FIRST_DEPENDENT = (9, 0)
+PER_LAYER = 5  # launches of DecodeStep
 
 
 class Packed(NamedTuple):
@@ -56,7 +60,8 @@ class Step:
     """What all kinds of step share: where the tokens are, how one becomes many.
 
     `tokens[p]` is the token at position p, `position` that of the token which the next step reads.
-    `logits` are those of the last step. ModelError for a cache that is not the model's.
+    `logits` are those of the last step. If `residuals` is a list, `run` appends the residual stream
+    [hidden] after each layer. ModelError for a cache that is not the model's.
     """
 
     def __init__(self, model: Model, cache: Cache) -> None:
@@ -70,14 +75,19 @@ class Step:
                     f"wants {model.embed.dtype} {shape} on {device}"
                 )
         self.model, self.cache, self.S = model, cache, shape[1]
-        self.layers = tuple(map(packed, model.layers))
         self.tokens: Int32[Tensor, " S+1"] = torch.zeros(
             self.S + 1, dtype=torch.int32, device=device
         )
         self.position: Int32[Tensor, " 1"] = torch.zeros(1, dtype=torch.int32, device=device)
         self.logits = torch.zeros(config.vocab_size, dtype=model.embed.dtype, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.residuals: list[Tensor] | None = None
         self.next = 0  # the position again, as far as Python knows
+
+    @cached_property
+    def layers(self) -> tuple[Packed, ...]:
+        """The projections of each layer, joined, for steps that read them so."""
+        return tuple(map(packed, self.model.layers))
 
     def start(self, token: int | Tensor, position: int) -> None:
         """The next step reads `token` at `position`. The cache has all positions before it."""
@@ -93,12 +103,30 @@ class Step:
         """Launch the kernels of one step on torch's current stream."""
         raise NotImplementedError
 
+    def finish(self, logits: Float[Tensor, " V"]) -> None:
+        """Keep the logits, write the next token, go to its position. Nothing waits for the GPU."""
+        self.logits.copy_(logits)
+        self.position.add_(1)
+        self.tokens.index_copy_(0, self.position.long(), logits.argmax().to(torch.int32)[None])
+
+    def saw(self, x: Tensor) -> None:
+        """Called by `run` with the residual stream after each layer."""
+        if self.residuals is not None:
+            self.residuals.append(x.flatten().clone())
+
+    def kept(self) -> tuple[Float[Tensor, "L T H_kv D"], Float[Tensor, "L T H_kv D"]]:
+        """Keys and values of the T tokens read so far."""
+        return self.cache.k[:, : self.next], self.cache.v[:, : self.next]
+
     def capture(self) -> None:
         """Capture a step, which `decode_many` then replays. The position stays as it is."""
         if not self.position.is_cuda:
             raise RuntimeError("a CUDA graph needs a GPU")
         where = self.position.clone()
-        self.run()  # compiles what is not compiled; what it writes, the next step writes again
+        # Compile what is not compiled. At the last slot, whose token writes it before it is read:
+        # so the cache may be full of tokens already.
+        self.position.fill_(self.S - 1)
+        self.run()
         self.position.copy_(where)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -111,44 +139,63 @@ class Step:
         """
         if count < 0 or self.next + count > self.S:
             raise ModelError(f"{count} tokens from position {self.next}: the cache has {self.S}")
+        first = self.next + 1
         for _ in range(count):
             if self.graph is None:
                 self.run()
             else:
                 self.graph.replay()
-        first = self.next + 1
-        self.next += count
+            self.next += 1
         return self.tokens[first : first + count]
 
 
+OPS = {
+    "embed_norm": embed_norm,
+    "rms_norm_residual": rms_norm.rms_norm_residual,
+    "qk_norm_rope_cache": rope.qk_norm_rope_cache,
+    "decode_attention": _decode_attention.decode_attention,
+    "gate_up_swiglu": swiglu.gate_up_swiglu,
+    "gemv": gemv.gemv,
+}
+
+
 class OpsStep(Step):
-    """The chapters' ops, eight launches a layer; under the simulators, the rungs that run there."""
+    """The chapters' ops, eight launches a layer; under the simulators, the rungs that run there.
+
+    `ops` puts other functions in the place of some of OPS, by name; swap.py does. ValueError for a
+    name that is not there.
+    """
+
+    def __init__(self, model: Model, cache: Cache, *, ops: Mapping[str, Callable] = OPS) -> None:
+        for name in ops:
+            if name not in OPS:
+                raise ValueError(f"op name={name!r} is not one of: {', '.join(OPS)}")
+        super().__init__(model, cache)
+        self.ops = SimpleNamespace(**{**OPS, **ops})
 
     @torch.no_grad()
     def run(self) -> None:
         """One step; allocates, so that only a graph of it has fixed addresses."""
-        config, model, cache = self.model.config, self.model, self.cache
+        config, model, cache, op = self.model.config, self.model, self.cache, self.ops
         H, H_kv, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
-        x = model.embed[self.tokens[self.position]]  # [1, hidden]
-        h = rms_norm.rms_norm(x, model.layers[0].input_norm, eps)
+        first = model.layers[0].input_norm
+        h, x = op.embed_norm(self.tokens, self.position, model.embed, first, eps)  # [1, hidden]
         gains = *(w.input_norm for w in model.layers[1:]), model.norm
         context = self.position + 1
         for i, (w, joined) in enumerate(zip(model.layers, self.layers, strict=True)):
-            qkv = gemv.gemv(h, joined.qkv).view(1, H + 2 * H_kv, -1)
+            qkv = op.gemv(h, joined.qkv).view(1, H + 2 * H_kv, -1)
             q, k, v = qkv.split((H, H_kv, H_kv), dim=1)
-            q, k, v = rope.qk_norm_rope_cache(
+            q, k, v = op.qk_norm_rope_cache(
                 q, k, v, w.q_norm, w.k_norm, cache.cos_sin, self.position,
                 cache.k[i], cache.v[i], self.position, eps,
             )  # fmt: skip
-            o = _decode_attention.decode_attention(q, k[None], v[None], context)
-            o = gemv.gemv(o.view(1, -1), w.o)
-            h, x = rms_norm.rms_norm_residual(o, x, w.post_norm, eps)
-            down = gemv.gemv(swiglu.gate_up_swiglu(h, joined.gate_up), w.down)
-            h, x = rms_norm.rms_norm_residual(down, x, gains[i], eps)
-        logits = gemv.gemv(h, model.head)[0]
-        self.logits.copy_(logits)
-        self.position.add_(1)
-        self.tokens.index_copy_(0, self.position.long(), logits.argmax().to(torch.int32)[None])
+            o = op.decode_attention(q, k[None], v[None], context)
+            o = op.gemv(o.view(1, -1), w.o)
+            h, x = op.rms_norm_residual(o, x, w.post_norm, eps)
+            down = op.gemv(op.gate_up_swiglu(h, joined.gate_up), w.down)
+            h, x = op.rms_norm_residual(down, x, gains[i], eps)
+            self.saw(x)
+        self.finish(op.gemv(h, model.head)[0])
 
 
 class DecodeStep(Step):
@@ -167,6 +214,7 @@ class DecodeStep(Step):
             if capability < FIRST_DEPENDENT:
                 raise ValueError(f"dependent launch needs compute capability 9.0, not {capability}")
         self.dependent = dependent
+        self.x = model.embed.new_empty(model.config.hidden_size)  # the residual stream
         # Without a GPU, the chain is planned as for an H200, and cannot run.
         self.sequence = tuple(self._plan(lab.DEVICE.sms or 132))
 
@@ -180,7 +228,7 @@ class DecodeStep(Step):
         config, model, cache = self.model.config, self.model, self.cache
         H, H_kv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         eps, device, empty = config.rms_norm_eps, model.embed.device, model.embed.new_empty
-        x, qkv, o = empty(config.hidden_size), empty((H + 2 * H_kv) * D), empty(H * D)
+        x, qkv, o = self.x, empty((H + 2 * H_kv) * D), empty(H * D)
         y = empty(config.intermediate_size)
         partials = kernels.new_partials(H, H_kv, D, device)
         best = torch.zeros(1, dtype=torch.int64, device=device)
@@ -203,18 +251,29 @@ class DecodeStep(Step):
 
     def run(self) -> None:
         """One step: the launches, nothing else."""
-        for launch in self.sequence:
+        for done, launch in enumerate(self.sequence, 1):
             launch(programmatic=self.dependent)
+            if done % PER_LAYER == 0:
+                self.saw(self.x)
 
 
-def count_kernels(run) -> int:
-    """Kernels that `run()` starts on the GPU, as torch's profiler sees them."""
+def kernels_of(run: Callable[[], object]) -> list[tuple[float, float, str]]:
+    """Start and end in µs, and name, of each kernel that `run()` starts, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    run()  # whatever is compiled or chosen on a first call
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
-    on_gpu = (e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-    return sum(not e.name.startswith(("Memcpy", "Memset")) for e in on_gpu)
+    return [
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in seen.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+        and not e.name.startswith(("Memcpy", "Memset"))
+    ]
+
+
+def count_kernels(run: Callable[[], object]) -> int:
+    """How many kernels `run()` starts on the GPU."""
+    run()  # whatever is compiled or chosen on a first call
+    return len(kernels_of(run))

@@ -9,7 +9,8 @@ a row bring no lower one. The tokenizer sees none of the last tenth either. But 
 are chosen by their held-out loss, that loss is a little lower than on text never looked at.
 
 Writes FOLDER in Hugging Face's layout, or nothing: config.json, model.safetensors in bf16,
-tokenizer.json, tokenizer_config.json, and training.json with the loss curve.
+tokenizer.json, tokenizer_config.json, training.json with the loss curve, and held_out.txt, the last
+tenth.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from solutions import rms_norm, rope, swiglu
 
 from .config import ModelError, Qwen3Config
-from .weights import SINGLE, STD, Model, assemble, load_model, tensor_shapes
+from .weights import HELD_OUT, SINGLE, STD, Model, assemble, load_model, tensor_shapes
 
 # 3.4 million weights, 6.8 MB in bf16.
 SMALL = Qwen3Config(
@@ -55,7 +56,7 @@ SMALL = Qwen3Config(
     tie_word_embeddings=True,
     dtype="bfloat16",
 )
-HELD_OUT = 0.1  # of the text, its end
+TENTH = 0.1  # of the text, its end, is held out
 EVERY, PATIENCE = 50, 12  # steps between two held-out losses; how many may pass without a lower one
 
 
@@ -65,7 +66,7 @@ class Recipe:
 
     steps: int = 3000  # at most
     batch: int = 32  # sequences of max_position_embeddings tokens
-    learning_rate: float = 2e-3  # at its peak
+    learning_rate: float = 1e-3  # at its peak
     warmup: int = 100  # steps
     weight_decay: float = 0.1  # of matrices, not of gains
     dropout: float = 0.3  # of the embedding and of what each layer adds; in training only
@@ -214,7 +215,7 @@ def train(
         raise ModelError(f"{folder}: already there; remove it first, or write to another folder")
     began = time.perf_counter()
     where = lab.DEVICE.name if device == "cuda" else "CPU"
-    split = round(len(text) * (1 - HELD_OUT))
+    split = round(len(text) * (1 - TENTH))
     tokenizer = train_tokenizer(text[:split], config.vocab_size)
     learn, held_out = (
         torch.tensor(tokenizer.encode(part).ids, device=device)
@@ -255,6 +256,7 @@ def train(
             "seconds": round(time.perf_counter() - began, 1),
         }
         write_json(made / "training.json", record)
+        (made / HELD_OUT).write_text(text[split:], encoding="utf-8", newline="")
         os.rename(made, folder)
     say(f"wrote {folder}: held-out loss {per_token:.3f} nats a token")
     return record

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .config import DTYPES, ModelError, Qwen3Config, read_config, read_json
 
 SMALL = Path(__file__).parent / "small"  # the model that ships with the lab, made by train.py
+HELD_OUT = "held_out.txt"  # in that folder: the text it was not trained on
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names
@@ -94,6 +94,16 @@ def assemble(config: Qwen3Config, tensors: Mapping[str, Tensor]) -> Model:
     return Model(config, embed, layers, tensors["model.norm.weight"], head)
 
 
+def cast(model: Model, dtype: torch.dtype) -> Model:
+    """The same model with its weights in another dtype."""
+    layers = (
+        Layer(**{name: w.to(dtype) for name, w in vars(layer).items()}) for layer in model.layers
+    )
+    embed, norm = model.embed.to(dtype), model.norm.to(dtype)
+    head = embed if model.head is model.embed else model.head.to(dtype)
+    return Model(model.config, embed, tuple(layers), norm, head)
+
+
 def random_model(
     config: Qwen3Config,
     seed: int = 0,
@@ -167,6 +177,8 @@ def shard_paths(folder: Path) -> list[Path]:
 
 def open_shard(path: Path, device: str):
     """A safetensors file mapped into memory. ModelError if it is cut short or none at all."""
+    from safetensors import SafetensorError, safe_open  # here, so that the ladder needs it not
+
     try:
         return safe_open(path, framework="pt", device=device)
     except (SafetensorError, OSError) as why:
@@ -201,7 +213,7 @@ def model_folder(model: str) -> Path:
         raise ModelError(f"model={model!r}: no such folder, and no hub id such as Qwen/Qwen3-0.6B")
     try:
         return download(model)
-    except ModelError:
+    except (ModelError, ModuleNotFoundError):
         raise
     except Exception as why:  # whatever the HTTP library raises; its classes change
         line = (str(why).strip() or type(why).__name__).splitlines()[0]
