@@ -1,5 +1,7 @@
 """The model of the last chapter: configuration, weights, reference, generation, training."""
 
+import labkit as lab
+
 import json
 import os
 import re
@@ -17,8 +19,9 @@ import torch
 NAME = "solutions._qwen3_decode"
 pytest.importorskip(f"{NAME}.generate", exc_type=ImportError)
 
-from solutions._qwen3_decode import config, generate, reference, train, weights  # noqa: E402
+from solutions._qwen3_decode import config, generate, reference, rungs, train, weights  # noqa: E402
 from solutions._qwen3_decode.config import ModelError  # noqa: E402
+from solutions._qwen3_decode.step import DecodeStep  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = replace(
@@ -438,6 +441,33 @@ def test_each_token_is_the_likeliest_after_all_before_it(model):
         tokens.append(token)
 
 
+def test_a_step_says_what_the_reference_says(model):
+    said = list(generate.greedy(model, [1, 2, 3], 10))
+    stopped = replace(model, config=replace(TINY, stop_tokens=(said[5],)))
+    until = said[: said.index(said[5])]
+    for build in (rungs.StaticStep, rungs.DynamicStep):
+        assert list(generate.greedy(model, [1, 2, 3], 10, build=build)) == said
+        assert list(generate.greedy(model, [1, 2, 3], 10, S=6, build=build)) == said[:4]
+        assert list(generate.greedy(stopped, [1, 2, 3], 10, build=build)) == until
+        assert list(generate.greedy(model, [1, 2, 3], 0, build=build)) == []
+    assert generate.decoder(model) is None, "the reference decodes on a CPU"
+
+
+@pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+def test_the_kernels_decode_on_a_gpu():
+    small = weights.load_model(weights.SMALL, device="cuda")
+    ids = generate.load_tokenizer(weights.SMALL).encode("To be").ids
+    said = list(generate.greedy(small, ids, 64, build=generate.decoder(small)))
+    cache = reference.new_cache(small.config, len(ids) + 63, torch.bfloat16, small.embed.device)
+    first = int(generate.prefill(small, torch.tensor(ids, device="cuda"), cache).argmax())
+    step = DecodeStep(small, cache)
+    step.start(first, len(ids))
+    assert said == [first, *step.decode_many(63).tolist()]
+    larger = replace(small.config, hidden_size=1280)  # more than the chain's registers hold
+    larger = weights.random_model(larger, device="cuda")
+    assert len(list(generate.greedy(larger, ids, 4, build=generate.decoder(larger)))) == 4
+
+
 def test_write_goes_on_with_the_prompt(folder, capsys):
     generate.write("9 bottles", str(folder), tokens=5)
     printed = capsys.readouterr()
@@ -452,7 +482,7 @@ def test_write_goes_on_with_the_prompt(folder, capsys):
 
 def test_write_holds_back_half_a_character(folder, capsys, monkeypatch):
     ids = generate.load_tokenizer(folder).encode("… ünï").ids  # bytes of these letters are tokens
-    monkeypatch.setattr(generate, "greedy", lambda *_: iter(ids))
+    monkeypatch.setattr(generate, "greedy", lambda *_, **__: iter(ids))
     generate.write("a", str(folder), tokens=len(ids))
     assert capsys.readouterr().out == "a… ünï\n"
 
@@ -483,7 +513,9 @@ def test_chat_template_renders_as_in_transformers(where, copied, monkeypatch):
     )
     assert generate.as_chat(template, messages[0]["content"]) == want
     asked = []
-    monkeypatch.setattr(generate, "greedy", lambda model, ids, count: asked.append(ids) or iter(()))
+    monkeypatch.setattr(
+        generate, "greedy", lambda _, ids, *__, **___: asked.append(ids) or iter(())
+    )
     generate.write("Who", str(copied), tokens=1)
     assert generate.load_tokenizer(copied).decode(asked[0]) == "<<user>> Who\n<<answer>>"
 

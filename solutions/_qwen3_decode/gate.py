@@ -37,7 +37,7 @@ from torch.nn.functional import cosine_similarity
 
 from .prompts import random_prompts, text_prompts
 from .reference import Cache, forward, new_cache
-from .step import Step
+from .step import Build, Step
 from .weights import HELD_OUT, SMALL, Model, cast, load_model
 
 ALLOWED = 1.5
@@ -50,8 +50,6 @@ STALE = 4.0  # in all slots past the context: zeros would hide that someone look
 TEXT = SMALL / HELD_OUT  # what the small model was not trained on
 # Rungs of which Python launches every kernel are slow: so they get fewer prompts.
 FEWER = {"numba": 8, "torch": 32, "triton": 32}
-
-Build = Callable[[Model, Cache], Step]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from .config import DTYPES, ModelError, read_config, read_json
-from .reference import forward, new_cache
+from .prefill import prefill
+from .reference import Cache, forward, new_cache
+from .step import FIRST_DEPENDENT, Build, DecodeStep, OpsStep, Step
 from .weights import Model, load_model, model_folder
 
 
@@ -73,12 +75,39 @@ def prompt_tokens(tokenizer: Tokenizer, template: str | None, prompt: str) -> li
     return tokenizer.encode(as_chat(template, prompt), add_special_tokens=False).ids
 
 
-def greedy(model: Model, tokens: Sequence[int], count: int, S: int | None = None) -> Iterator[int]:
+def decoder(model: Model) -> Build | None:
+    """What decodes this model fastest: on a GPU, in bfloat16, kernels in a CUDA graph.
+
+    None for the reference: on a CPU, or in another dtype.
+    """
+    on_gpu = model.embed.is_cuda and model.embed.dtype == torch.bfloat16
+    return in_graph if on_gpu else None
+
+
+def in_graph(model: Model, cache: Cache) -> Step:
+    """The chain of kernels where it takes models of this size, else the chapters' ops."""
+    dependent = torch.cuda.get_device_capability(model.embed.device) >= FIRST_DEPENDENT
+    try:
+        step = DecodeStep(model, cache, dependent=dependent)
+    except ModelError:
+        step = OpsStep(model, cache)
+    step.capture()
+    return step
+
+
+def greedy(
+    model: Model,
+    tokens: Sequence[int],
+    count: int,
+    S: int | None = None,
+    build: Build | None = None,
+) -> Iterator[int]:
     """Up to `count` tokens after `tokens`, each the likeliest one, one at a time.
 
     Ends early before a stop token, and when the cache of S slots is full. S is by default what is
-    needed, at most the model's positions. ModelError, at once, if `tokens` are none, not in the
-    vocabulary, or more than S, and if `count` is negative.
+    needed, at most the model's positions. `build` makes the step that decodes; without it the
+    reference does. ModelError, at once, if `tokens` are none, not in the vocabulary, or more than
+    S, and if `count` is negative.
     """
     V, room = model.config.vocab_size, model.config.max_position_embeddings
     S = min(len(tokens) + max(count, 1) - 1, room) if S is None else S  # the last one needs no slot
@@ -91,20 +120,30 @@ def greedy(model: Model, tokens: Sequence[int], count: int, S: int | None = None
             raise ModelError(f"token {token} is outside the vocabulary of {V}")
     if len(tokens) > S:
         raise ModelError(f"the prompt has {len(tokens)} tokens, the cache {S} slots")
-    return _greedy(model, tokens, count, S)
+    return _greedy(model, tokens, min(count, S - len(tokens) + 1), S, build)
 
 
-def _greedy(model: Model, tokens: Sequence[int], count: int, S: int) -> Iterator[int]:
-    device = model.embed.device
-    cache, start = new_cache(model.config, S, model.embed.dtype, device), 0
-    for _ in range(count):
-        if start + len(tokens) > S:
+def _greedy(
+    model: Model, tokens: Sequence[int], count: int, S: int, build: Build | None
+) -> Iterator[int]:
+    device, step = model.embed.device, None
+    cache = new_cache(model.config, S, model.embed.dtype, device)
+    for position in range(len(tokens), len(tokens) + count):  # of the token that comes
+        if position == len(tokens):
+            prompt = torch.tensor(tokens, device=device)
+            read = prefill(model, prompt, cache) if build else forward(model, prompt, cache, last=1)
+            token = int(read.argmax())
+        elif build is None:
+            last = torch.tensor([token], device=device)
+            token = int(forward(model, last, cache, position - 1).argmax())
+        else:
+            if step is None:
+                step = build(model, cache)
+                step.start(token, position - 1)
+            token = int(step.decode_many(1))
+        if token in model.config.stop_tokens:
             return
-        logits = forward(model, torch.tensor(tokens, device=device), cache, start, last=1)
-        start, tokens = start + len(tokens), [int(logits[0].argmax())]
-        if tokens[0] in model.config.stop_tokens:
-            return
-        yield tokens[0]
+        yield token
 
 
 def write(prompt: str, model: str = "small", tokens: int = 100, dtype: str | None = None) -> None:
@@ -121,7 +160,7 @@ def write(prompt: str, model: str = "small", tokens: int = 100, dtype: str | Non
     tokenizer, template = load_tokenizer(folder), chat_template(folder)
     ids = prompt_tokens(tokenizer, template, prompt)
     loaded = load_model(folder, dtype and DTYPES[dtype], lab.DEVICE.torch)
-    new = greedy(loaded, ids, tokens)
+    new = greedy(loaded, ids, tokens, build=decoder(loaded))
     print(prompt if template is None else "", end="", flush=True)
     stream = DecodeStream(skip_special_tokens=True)  # holds back half a character
     count = 0

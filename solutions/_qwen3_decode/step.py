@@ -151,6 +151,8 @@ class Step:
         return self.tokens[first : first + count]
 
 
+Build = Callable[[Model, Cache], Step]
+
 OPS = {
     "embed_norm": embed_norm,
     "rms_norm_residual": rms_norm.rms_norm_residual,
