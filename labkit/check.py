@@ -16,7 +16,7 @@ from labkit.device import DEVICE, SIMULATED
 from labkit.diagnose import BUGS, Case, error, lens_bug, memory_bug, value_bug, wrong_form
 from labkit.guard import bits, guarded
 from labkit.ladder import Rung
-from labkit.launch import NotAttempted, as_kernel, attempted, kernels_of
+from labkit.launch import NotAttempted, as_kernel, attempted, kernels_of, packaged
 from labkit.problem import Problem, cloned, is_float, outputs
 
 import inspect
@@ -344,9 +344,14 @@ def _numel(problem: Problem, size: Mapping[str, int]) -> int:
     return max(o.numel() for o in outputs(problem.library(*problem.inputs(torch.float32, **size))))
 
 
-def _exception(why: Exception) -> tuple[str, str]:
-    last = traceback.extract_tb(why.__traceback__)[-1:]
-    at = f"\nat `{last[0].line}`" if last and last[0].line else ""
+def _exception(why: BaseException) -> tuple[str, str]:
+    """What went wrong first, and the last line of the reader's own that led there."""
+    frames = traceback.extract_tb(why.__traceback__)
+    while why.__cause__:  # Triton's interpreter wraps what the kernel raised
+        why = why.__cause__
+        frames += traceback.extract_tb(why.__traceback__)
+    own = [f for f in frames if f.line and not packaged(f.filename)]
+    at = f"\nat `{own[-1].line}`" if own else ""
     return "raises", f"{type(why).__name__}: {why}{at}"
 
 

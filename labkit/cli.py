@@ -112,8 +112,9 @@ def load(spec: str):
     try:
         module_spec.loader.exec_module(module)
     except BaseException as why:
-        last = traceback.extract_tb(why.__traceback__)[-1]
-        where = f"line {why.lineno}" if isinstance(why, SyntaxError) else f"line {last.lineno}"
+        frames = traceback.extract_tb(why.__traceback__)
+        own = [f.lineno for f in frames if f.filename == str(path.resolve())] or [0]
+        where = f"line {why.lineno if isinstance(why, SyntaxError) else own[-1]}"
         raise Fault(f"{path} does not import: {type(why).__name__}: {why} ({where})") from why
     try:
         fn = getattr(module, name)

@@ -54,9 +54,36 @@ def _tensors_as_arrays() -> None:
     FakeCUDAKernel.__call__ = lambda kernel, *args: launch(kernel, *map(array, args))
 
 
+def _masks_as_bools() -> None:
+    """Make Triton's interpreter take masks such as `tile_mask & (number >= 0)`.
+
+    A comparison of single numbers comes out as an integer there, and so does the mask, which its
+    loads and stores refuse; a GPU takes it. The hook is private: see `_tensors_as_arrays`.
+    """
+    try:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    except (ImportError, AttributeError):
+        return
+
+    def as_bools(mask):
+        if mask is not None:
+            mask.data = mask.data.astype(bool)
+        return mask
+
+    InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest: load(
+        self, ptrs, as_bools(mask), *rest
+    )
+    InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *rest: store(
+        self, ptrs, value, as_bools(mask), *rest
+    )
+
+
 if SIMULATED:
     _start_simulators()
     _tensors_as_arrays()
+    _masks_as_bools()
 # Small grids warn on a GPU and not on the simulator; outputs must be the same in both places.
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
 

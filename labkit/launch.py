@@ -84,9 +84,7 @@ def reached(fn: Callable) -> Iterator[object]:
         others = [function.__globals__.get(name) for name in names]
         others += [cell.cell_contents for cell in function.__closure__ or ()]
         for other in others:
-            if isinstance(other, ModuleType) and not _packaged(
-                getattr(other, "__file__", "") or ""
-            ):
+            if isinstance(other, ModuleType) and not packaged(getattr(other, "__file__", "") or ""):
                 # `import k` and then `k.kernel[grid](...)`
                 members = (getattr(other, n, None) for n in names)
                 queue += [m for m in members if as_kernel(m) or _own(m)]
@@ -104,10 +102,11 @@ def _own(value: object) -> bool:
     """Whether a value is a function of the reader's or of solutions, not of a package."""
     if not isinstance(value, FunctionType):
         return False
-    return not _packaged(value.__code__.co_filename)
+    return not packaged(value.__code__.co_filename)
 
 
-def _packaged(file: str) -> bool:
+def packaged(file: str) -> bool:
+    """Whether a file is Python's, labkit's or an installed package's."""
     return file.startswith(PACKAGES) or "site-packages" in file
 
 

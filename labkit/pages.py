@@ -102,8 +102,8 @@ def _number(value: float, text: str) -> str:
 
 def scorecard_page() -> str:
     """`book/scorecard.md`."""
-    devices = {(m.data["device"]["name"], m.data["date"]) for _, m in recorded()}
-    ran = "; ".join(f"{name}, {date}" for name, date in sorted(devices))
+    (device,) = {m.data["device"]["name"] for _, m in recorded()}
+    ran = f"{device}, {', '.join(sorted({m.data['date'] for _, m in recorded()}))}"
     return f"""# Scorecard
 
 <!-- Generated from book/results by `lab scorecard`; do not edit. -->
@@ -121,7 +121,7 @@ library, `torch.compile` and the other packages measured in the same run. Measur
 ## The bars
 
 A bar is written down before the first measurement. One that is missed stays here as missed; its
-chapter says why.
+chapter says why, or that the reason is not known. Ratios of times are rounded to two decimals.
 
 {bars_table()}
 """

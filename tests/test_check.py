@@ -76,6 +76,39 @@ def blend_refuses(a, b):
     return launch_blend(a, b, 0)
 
 
+@triton.jit
+def blend_flagged_kernel(a_ptr, b_ptr, y_ptr, flag_ptr, N, BLOCK: tl.constexpr):
+    """As blend_kernel, if the number at flag_ptr is not negative: the mask takes it along."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (offs < N) & (tl.load(flag_ptr) >= 0)
+    a = tl.load(a_ptr + offs, mask=mask)
+    b = tl.load(b_ptr + offs, mask=mask)
+    tl.store(y_ptr + offs, a + 2 * b, mask=mask)
+
+
+def blend_flagged(a, b):
+    a, b = a.contiguous(), b.contiguous()
+    y, flag = torch.empty_like(a), torch.zeros(1, dtype=torch.int64, device=a.device)
+    if a.numel():
+        grid = (triton.cdiv(a.numel(), 64),)
+        blend_flagged_kernel[grid](a, b, y, flag, a.numel(), BLOCK=64)
+    return y
+
+
+@triton.jit
+def blend_misspelt_kernel(a_ptr, b_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Does not compile."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.laod(a_ptr + offs, mask=offs < N)
+    tl.store(y_ptr + offs, a, mask=offs < N)
+
+
+def blend_misspelt(a, b):
+    y = torch.empty_like(a)
+    blend_misspelt_kernel[(1,)](a, b, y, a.numel(), BLOCK=64)
+    return y
+
+
 @cuda.jit
 def blend_numba_kernel(a, b, y):
     """Thread (col, row) computes y[row, col]."""
@@ -122,6 +155,7 @@ def row_sum_right(x):
 RIGHT = [
     (blend_right, BLEND),
     (blend_refuses, BLEND),
+    (blend_flagged, BLEND),
     (blend_numba, BLEND),
     (lambda a, b: a + 2 * b, BLEND),
     (row_sum_right, ROW_SUM),
@@ -330,6 +364,13 @@ def test_right_kernel_is_accepted_on_200_seeds(fn, problem):
         dtype, size = dtypes[seed % len(dtypes)], {"M": 2, "N": 33 + seed % 7}
         ratio = error_over_allowed(fn, problem, dtype, seed, **size)
         assert ratio <= 1, (seed, dtype, ratio)
+
+
+def test_an_exception_is_shown_at_the_readers_own_line():
+    with pytest.raises(lab.CheckFailed) as caught:
+        lab.check(blend_misspelt, BLEND)
+    assert caught.value.bug == "raises"
+    assert "tl.laod(a_ptr + offs" in str(caught.value)
 
 
 def test_a_skipped_backend_is_never_reported_as_passed():
