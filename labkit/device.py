@@ -16,6 +16,9 @@ import torch
 SIMULATED = os.environ.get("LABKIT_DEVICE", "auto") == "sim" or not torch.cuda.is_available()
 """True when kernels run under the simulators. `LABKIT_DEVICE=sim` forces it on a GPU machine."""
 
+LAUNCHED: list[str] = []
+"""The language of every kernel that the simulators have started, in order."""
+
 _SWITCHES = {"numba": "NUMBA_ENABLE_CUDASIM", "triton": "TRITON_INTERPRET"}
 
 
@@ -51,7 +54,11 @@ def _tensors_as_arrays() -> None:
         is_plain = isinstance(value, torch.Tensor) and value.dim() and value.dtype != torch.bfloat16
         return FakeCUDAArray(value.detach().numpy()) if is_plain else value
 
-    FakeCUDAKernel.__call__ = lambda kernel, *args: launch(kernel, *map(array, args))
+    def call(kernel, *args):
+        LAUNCHED.append("numba")
+        return launch(kernel, *map(array, args))
+
+    FakeCUDAKernel.__call__ = call
 
 
 def _masks_as_bools() -> None:
@@ -61,8 +68,9 @@ def _masks_as_bools() -> None:
     loads and stores refuse; a GPU takes it. The hook is private: see `_tensors_as_arrays`.
     """
     try:
-        from triton.runtime.interpreter import InterpreterBuilder
+        from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
+        launch = GridExecutor.__call__
         load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     except (ImportError, AttributeError):
         return
@@ -72,6 +80,11 @@ def _masks_as_bools() -> None:
             mask.data = mask.data.astype(bool)
         return mask
 
+    def call(executor, *args, **how):
+        LAUNCHED.append("triton")
+        return launch(executor, *args, **how)
+
+    GridExecutor.__call__ = call
     InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *rest: load(
         self, ptrs, as_bools(mask), *rest
     )

@@ -87,7 +87,7 @@ class Attempt:
     @property
     def whose(self) -> str:
         """Whose kernel it is, for legends: "yours" or "the solution's"."""
-        return "yours" if self.state == "🟢" else "the solution's"
+        return "the solution's" if self.kernel is self.rung.fn else "yours"
 
     def check(self, fn: Callable) -> Verdict:
         """Check the reader's launcher; raises `CheckFailed` when it is wrong."""
@@ -103,7 +103,7 @@ class Attempt:
                 fn = self.exercise.mutant(name, self.rung)
         elif mode not in ("learner", "strict"):
             raise ValueError(f"LABKIT_MODE={mode!r} is not learner, solution, strict or mutant:…")
-        self.state = "🔴"
+        self.state, self.kernel = "🔴", self.rung.fn
         verdict = check(fn, self.problem, gates=self.exercise.gates)
         if verdict.note.startswith("not attempted") and mode == "strict":
             raise CheckFailed(self.rung.name, "not attempted", "strict mode", verdict.note)

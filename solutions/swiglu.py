@@ -127,7 +127,7 @@ SWIGLU = lab.Problem(
     # One element; primes; below, at and above a Triton tile, in all and in one row.
     test_sizes=tuple(
         {"M": m, "N": n}
-        for m, n in ((1, 1), (3, 31), (1, 1023), (2, 71), (2, 512), (3, 347), (3, 37))
+        for m, n in ((1, 1), (3, 31), (1, 1023), (1, 1030), (2, 71), (2, 512), (3, 347), (3, 37))
     ),
     empty_size={"M": 0, "N": 8},
     huge_size={"M": 2**17 + 1, "N": 2**14},

@@ -7,6 +7,7 @@ from labkit.launch import kernels_of
 from labkit.problem import cloned, is_float
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -156,6 +157,7 @@ RIGHT = [
     (blend_right, BLEND),
     (blend_refuses, BLEND),
     (blend_flagged, BLEND),
+    (functools.partial(blend_right), BLEND),
     (blend_numba, BLEND),
     (lambda a, b: a + 2 * b, BLEND),
     (row_sum_right, ROW_SUM),
@@ -348,7 +350,9 @@ def test_wrong_kernel_is_rejected_with_its_class(fn, problem, bug):
     assert fn.__name__ in str(caught.value)
 
 
-@pytest.mark.parametrize(("fn", "problem"), RIGHT, ids=[r[0].__name__ for r in RIGHT])
+@pytest.mark.parametrize(
+    ("fn", "problem"), RIGHT, ids=[getattr(r[0], "__name__", "partial") for r in RIGHT]
+)
 def test_right_kernel_is_accepted(fn, problem):
     verdict = lab.check(fn, problem)
     assert verdict.state == "🟢"
@@ -356,7 +360,9 @@ def test_right_kernel_is_accepted(fn, problem):
     assert "right in float32" in repr(verdict)
 
 
-@pytest.mark.parametrize(("fn", "problem"), RIGHT, ids=[r[0].__name__ for r in RIGHT])
+@pytest.mark.parametrize(
+    ("fn", "problem"), RIGHT, ids=[getattr(r[0], "__name__", "partial") for r in RIGHT]
+)
 def test_right_kernel_is_accepted_on_200_seeds(fn, problem):
     simulated = lab.SIMULATED and kernels_of(fn)
     dtypes = (F32,) if simulated else problem.dtypes
@@ -364,6 +370,17 @@ def test_right_kernel_is_accepted_on_200_seeds(fn, problem):
         dtype, size = dtypes[seed % len(dtypes)], {"M": 2, "N": 33 + seed % 7}
         ratio = error_over_allowed(fn, problem, dtype, seed, **size)
         assert ratio <= 1, (seed, dtype, ratio)
+
+
+def test_a_kernel_behind_a_partial_is_seen():
+    def run(x):
+        return UNORDERED["kernel"]["launcher"](x)
+
+    UNORDERED = {"kernel": {"launcher": unordered}}
+    for fn in (functools.partial(unordered), run):
+        with pytest.raises(lab.CheckFailed) as caught:
+            lab.check(fn, ROW_SUM)
+        assert caught.value.bug == "missing barrier"
 
 
 def test_an_exception_is_shown_at_the_readers_own_line():
