@@ -970,7 +970,8 @@ FUSED = lab.Exercise(
         "normed(x1, x2, w1, w2, eps, D) and turned(x1, x2, cos, sin) do the arithmetic. Which "
         "comes first? Qwen stores the norm's result, then rotates it.",
         "A cache row holds the H_KV heads of one token: row `slot` begins slot·H_KV·D elements in. "
-        "Where slot is -1, nothing may be stored to either cache.",
+        "Where slot is -1, nothing may be stored to either cache. `slot` is one number, so a plain "
+        "`if slot >= 0:` round the stores will do.",
     ),
     mutants=(
         lab.Mutant("norm_last", "norm after rope", {NORMS + TURNS: TURNS + NORMS}),

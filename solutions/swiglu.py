@@ -671,7 +671,8 @@ FUSED = lab.Exercise(
     "swiglu_fused_kernel",
     hints=(
         "y has `count` elements in a row; which matrix they came from does not matter here. "
-        "`tl.arange(0, BLOCK)` numbers those of one program: where do they begin?",
+        "`tl.arange(0, BLOCK)` numbers those of one program: where do they begin? Offsets may pass "
+        "2³¹, so count from `tl.program_id(0).to(tl.int64)`.",
         "Every element needs gate and up at its own place. The last program reaches past the end: "
         "one mask guards both loads and the store.",
         "`gate / (1 + tl.exp(-gate))` in float32. Here an infinite exponential does no harm.",
@@ -701,7 +702,7 @@ VECTORIZED = lab.Exercise(
     "gate_up_swiglu_vectorized_kernel",
     hints=(
         "A program has `ROWS` outputs, n from `pid * ROWS` on. Output n needs row n of w, which "
-        "is the gate's, and row N + n, which is up's. A row has K elements.",
+        "is the gate's, and row N + n, which is up's. A row has K elements. Take `pid` as int64.",
         "Load tiles of ROWS × DEPTH: `offs_n[:, None] * K + offs_k[None, :]`. Walk over K in steps "
         "of DEPTH and add up; both tail masks need zeros where nothing is loaded.",
         "`tl.sum(w * x, axis=1)` in float32 is one number a row. Issue both loads of w before the "
