@@ -87,7 +87,7 @@ class Attempt:
     @property
     def whose(self) -> str:
         """Whose kernel it is, for legends: "yours" or "the solution's"."""
-        return "the solution's" if self.kernel is self.rung.fn else "yours"
+        return "yours" if self.state == "🟢" else "the solution's"
 
     def check(self, fn: Callable) -> Verdict:
         """Check the reader's launcher; raises `CheckFailed` when it is wrong."""

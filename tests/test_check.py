@@ -364,7 +364,7 @@ def test_right_kernel_is_accepted(fn, problem):
     ("fn", "problem"), RIGHT, ids=[getattr(r[0], "__name__", "partial") for r in RIGHT]
 )
 def test_right_kernel_is_accepted_on_200_seeds(fn, problem):
-    simulated = lab.SIMULATED and kernels_of(fn)
+    simulated = lab.SIMULATED and kernels_of(getattr(fn, "func", fn))
     dtypes = (F32,) if simulated else problem.dtypes
     for seed in range(200):
         dtype, size = dtypes[seed % len(dtypes)], {"M": 2, "N": 33 + seed % 7}
