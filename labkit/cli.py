@@ -138,8 +138,16 @@ def _on_a_reader_kernel(options) -> int:
     """Run check, compare or bench in a process of its own: a hang or a crash ends only that."""
     _find(options.operation)
     if options.inner:
-        code = _inner(options)
-        Path(os.environ["LABKIT_FINISHED"]).touch()
+        finished = Path(os.environ["LABKIT_FINISHED"])
+        try:
+            code = _inner(options)
+        except Fault:
+            finished.touch()
+            raise
+        except KeyboardInterrupt:  # a process of its own gets no Ctrl-C
+            finished.touch()
+            raise Fault(f"🔴 {options.kernel}: it raised KeyboardInterrupt") from None
+        finished.touch()
         return code
     # -P: files of the reader's folder must not stand in for installed packages.
     command = [sys.executable, "-P", "-m", "labkit.cli", options.command, options.operation]
@@ -164,8 +172,11 @@ def _on_a_reader_kernel(options) -> int:
             f"🔴 {options.kernel}: hang: no answer within {options.timeout:g} s. A loop that never "
             "ends, or threads that wait for each other? --timeout gives it longer."
         )
-    if code == 0 and not ended:
-        raise Fault(f"🔴 {options.kernel}: it ended the process before the answer was out")
+    if code >= 0 and not ended:
+        raise Fault(
+            f"🔴 {options.kernel}: it ended the process, with exit code {code}, before the answer "
+            "was out"
+        )
     if code < 0:
         name = signal.Signals(-code).name
         raise Fault(f"🔴 {options.kernel}: crash: the process died of {name}")
@@ -180,6 +191,13 @@ def _inner(options) -> int:
             fn = ladder.rung(options.kernel)
         except ValueError as why:
             raise Fault(str(why)) from None
+        if (own := ladder.problem_of(fn)) is not problem:
+            raise Fault(f"{fn.name} is a rung of {own.name}, not of {problem.name}")
+    elif options.command == "bench" and lab.SIMULATED:
+        raise Fault(
+            f"{options.kernel}: there is no GPU, and a simulator is never timed. "
+            f"`lab bench {options.operation} RUNG` shows a rung's recorded time"
+        )
     else:
         fn = load(options.kernel)
     try:

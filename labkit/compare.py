@@ -71,7 +71,7 @@ def compare(
         verdict = check(fn, problem)
     except CheckFailed as failure:
         verdict = failure
-    mine = Rung(fn, _kind(fn), simulates=True) if hasattr(fn, "__name__") else fn
+    mine = Rung(_named(fn), _kind(fn), simulates=True)
     versions: dict[str, object] = {"mine": mine, f"solution ({rungs[-1].name})": rungs[-1]}
     if len(rungs) > 1:
         versions[f"naive ({rungs[0].name})"] = rungs[0]
@@ -106,6 +106,18 @@ def compare(
         Table(columns + COLUMNS_CODE, tuple(rows)),
         _diff(fn, rungs[-1].fn) if diff else "",
     )
+
+
+def _named(fn: Callable) -> Callable:
+    """`fn` as a function with a name: a partial and a callable object have none."""
+    if hasattr(fn, "__name__"):
+        return fn
+
+    def called(*args):
+        return fn(*args)
+
+    called.__name__ = type(fn).__name__
+    return called
 
 
 def _kind(fn: Callable) -> str:

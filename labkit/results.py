@@ -183,7 +183,7 @@ def _problem_in(path: Path, text: str) -> str | None:
 
     try:
         data = json.loads(text, parse_constant=refuse)
-    except ValueError as why:
+    except (ValueError, RecursionError) as why:
         return f"not JSON: {why}"
     schema = json.loads((files("labkit") / "results.schema.json").read_text())
     errors = jsonschema.Draft202012Validator(schema).iter_errors(data)

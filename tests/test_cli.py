@@ -297,3 +297,39 @@ def test_a_graph_of_long_calls_takes_as_long_as_the_calls():
     rung = lab.Rung(ladder.rungs[1].fn, ladder.rungs[1].kind)
     alone, together = (lab.bench(rung, p).p50_s for p in (problem, in_graph))
     assert abs(alone - together) < 0.05 * alone, (alone, together)
+
+
+BADLY_BEHAVED = """
+import functools
+import os
+
+def right(x1, x2):
+    return x1 + x2
+
+partial = functools.partial(right)
+
+def interrupts(x1, x2):
+    raise KeyboardInterrupt
+
+def dies(x1, x2):
+    os._exit(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "code", "words"),
+    [
+        ("compare", "partial", 0, "partial: right"),
+        ("check", "interrupts", 1, "interrupts: it raised KeyboardInterrupt"),
+        ("check", "dies", 1, "dies: it ended the process, with exit code 5"),
+        ("bench", "right", 1, "a simulator is never timed"),
+    ],
+)
+def test_a_badly_behaved_kernel_gets_one_clear_line(tmp_path, command, name, code, words):
+    if command == "bench" and not lab.SIMULATED:
+        pytest.skip("times it on a GPU")
+    (tmp_path / "k.py").write_text(BADLY_BEHAVED)
+    out = run(command, "vector_add", f"{tmp_path / 'k.py'}:{name}")
+    assert out.returncode == code
+    assert words in out.stdout + out.stderr
+    assert "Traceback" not in out.stderr
