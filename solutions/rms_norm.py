@@ -595,7 +595,8 @@ FUSED = lab.Exercise(
     "rms_norm_fused_kernel",
     hints=(
         "A program has one row. `tl.arange(0, BLOCK_N)` numbers its columns; the row begins `N` "
-        "elements after the one before. `tl.program_id(0)` says which row it is.",
+        "elements after the one before. `tl.program_id(0).to(tl.int64)` says which row it is: in "
+        "32 bits, offsets would wrap at 2³¹.",
         "`BLOCK_N` is a power of two, N need not be. Which value may the masked lanes of x hold so "
         "that the sum of squares stays right? And by what is that sum divided?",
         "Compute in float32. Round `h * rstd` to the dtype of x before it meets w.",

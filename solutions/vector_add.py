@@ -164,7 +164,7 @@ def check_args(x1: Tensor, x2: Tensor) -> None:
 
 @cuda.jit
 def vector_add_naive_kernel(x1, x2, y):
-    """Thread t computes y[row·STRIDE + col], where it is number `row` of those at `col`."""
+    """Thread t takes row t % rows of column t // rows: element row·STRIDE + col."""
     N = y.shape[0]
     t = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     rows = (N + STRIDE - 1) // STRIDE
