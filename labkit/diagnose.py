@@ -166,7 +166,8 @@ def value_bug(case: Case, got: tuple, writers: tuple = ()) -> tuple[str, str]:
         if not error(g, t) <= a
     )
     who = writers[i] if i < len(writers) else {}
-    return _value_class(case, got, g, want, allowed), _where(case, g, want, allowed, who)
+    which = f" of output {i}" if len(got) > 1 else ""
+    return _value_class(case, got, g, want, allowed), _where(case, which, g, want, allowed, who)
 
 
 def _value_class(case: Case, got: tuple, g, want, allowed: float) -> str:
@@ -272,13 +273,13 @@ def _finite_without_bands(case: Case) -> bool:
         return False
 
 
-def _where(case: Case, g, want, allowed: float, who: Mapping[int, str]) -> str:
+def _where(case: Case, which: str, g, want, allowed: float, who: Mapping[int, str]) -> str:
     """How many values are wrong, the first of them and who wrote it, small tensors whole."""
     bad = ~((g.double() - want.double()).abs() <= allowed)
     first = tuple(bad.nonzero()[0].tolist())
     writer = who.get(int(bad.flatten().nonzero()[0]))
     lines = [
-        f"{int(bad.sum())} of {bad.numel()} values are wrong; first at {first}: "
+        f"{int(bad.sum())} of {bad.numel()} values{which} are wrong; first at {first}: "
         f"got {g[first].item():.6g}, wanted {want[first].item():.6g}, "
         f"may differ by {allowed:.2g}" + (f"\nwritten by {writer}" if writer else "")
     ]
