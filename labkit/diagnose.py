@@ -45,6 +45,7 @@ BUGS = {
     "wrong mask fill": "what masked lanes hold reaches the result",
     "wrong cast order": "values are rounded to the narrow type at another place than in the truth",
     "wrong dtype": "the output has another dtype",
+    "wrong type": "it returns something else than tensors",
     "wrong shape": "the output has another shape",
     "wrong device": "the output is on another device",
     "assumes contiguous input": "wrong for strided or misaligned input, with no ValueError",
@@ -90,9 +91,13 @@ def error(got: torch.Tensor, truth: torch.Tensor) -> float:
 def wrong_form(case: Case, got: tuple) -> tuple[str, str] | None:
     """A result of the wrong kind: not tensors, or another count, shape, dtype or device."""
     like = next(t for t in case.inputs if isinstance(t, torch.Tensor))
-    if not all(isinstance(g, torch.Tensor) for g in got) or len(got) != len(case.truth):
-        kinds = ", ".join(type(g).__name__ for g in got)
-        return "wrong shape", f"it returned ({kinds}); wanted {len(case.truth)} tensor(s)"
+    wanted = f"wanted {len(case.truth)} tensor(s)"
+    for g in got:
+        if not isinstance(g, torch.Tensor):
+            hint = ": is a `return` missing?" if g is None else ""
+            return "wrong type", f"it returned {type(g).__name__}; {wanted}{hint}"
+    if len(got) != len(case.truth):
+        return "wrong shape", f"it returned {len(got)} tensor(s); {wanted}"
     with torch.no_grad():
         library = outputs(case.problem.library(*cloned(case.inputs)))
     for i, (g, lib) in enumerate(zip(got, library, strict=True)):

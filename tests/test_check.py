@@ -317,7 +317,12 @@ def three_arguments(a, b, c):
     return a
 
 
+def forgets_to_return(a, b):
+    launch_blend(a, b, 0)
+
+
 WRONG = [
+    (forgets_to_return, BLEND, "wrong type"),
     (writes_nothing, BLEND, "writes nothing"),
     (zeros, BLEND, "returns zeros"),
     (echo, BLEND, "returns its input"),
