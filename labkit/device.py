@@ -13,7 +13,9 @@ from functools import cache
 
 import torch
 
-SIMULATED = os.environ.get("LABKIT_DEVICE", "auto") == "sim" or not torch.cuda.is_available()
+if (_WISH := os.environ.get("LABKIT_DEVICE") or "auto") not in ("auto", "sim"):
+    raise ValueError(f"LABKIT_DEVICE={_WISH!r} is not auto or sim")
+SIMULATED = _WISH == "sim" or not torch.cuda.is_available()
 """True when kernels run under the simulators. `LABKIT_DEVICE=sim` forces it on a GPU machine."""
 
 LAUNCHED: list[str] = []

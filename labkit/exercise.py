@@ -91,7 +91,7 @@ class Attempt:
 
     def check(self, fn: Callable) -> Verdict:
         """Check the reader's launcher; raises `CheckFailed` when it is wrong."""
-        mode = os.environ.get("LABKIT_MODE", "learner")
+        mode = os.environ.get("LABKIT_MODE") or "learner"
         if mode == "solution":
             fn = self.rung.fn
         elif mode.startswith("mutant:"):

@@ -274,6 +274,17 @@ def test_labkit_imports_quickly():
     assert min(times) < 2
 
 
+def test_an_unknown_device_is_named():
+    out = subprocess.run(
+        [sys.executable, "-c", "import labkit"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LABKIT_DEVICE": "gpu"},
+    )
+    assert out.returncode == 1
+    assert "LABKIT_DEVICE='gpu' is not auto or sim" in out.stderr
+
+
 @pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 def test_an_empty_kernel_measures_under_5_microseconds():
     from labkit.bench import ceilings
