@@ -159,9 +159,9 @@ def check(
 
 def _launches(launcher: Callable, problem: Problem) -> set[str]:
     """Kinds of the kernels that it launches when it runs: a search by name cannot find them all."""
-    before = len(LAUNCHED)
+    LAUNCHED.clear()
     guarded(launcher, problem.inputs(torch.float32, **problem.test_sizes[-1]))
-    return set(LAUNCHED[before:])
+    return set(LAUNCHED)
 
 
 def _compiled_only(launcher: Callable, name: str, problem: Problem) -> Verdict:

@@ -18,8 +18,8 @@ if (_WISH := os.environ.get("LABKIT_DEVICE") or "auto") not in ("auto", "sim"):
 SIMULATED = _WISH == "sim" or not torch.cuda.is_available()
 """True when kernels run under the simulators. `LABKIT_DEVICE=sim` forces it on a GPU machine."""
 
-LAUNCHED: list[str] = []
-"""The language of every kernel that the simulators have started, in order."""
+LAUNCHED: set[str] = set()
+"""Languages of the kernels that the simulators have started since it was last cleared."""
 
 _SWITCHES = {"numba": "NUMBA_ENABLE_CUDASIM", "triton": "TRITON_INTERPRET"}
 
@@ -39,7 +39,7 @@ def _start_simulators() -> None:
 
 
 def _tensors_as_arrays() -> None:
-    """Make Numba's simulator index torch tensors as it indexes arrays.
+    """Make Numba's simulator index torch tensors as it indexes arrays, and note its launches.
 
     It hands them to the kernel as they are, and torch refuses `y[i] = numpy.float32(…)`, which a
     GPU takes. The hook is private: where it is missing, kernels still run, only that fails.
@@ -57,14 +57,14 @@ def _tensors_as_arrays() -> None:
         return FakeCUDAArray(value.detach().numpy()) if is_plain else value
 
     def call(kernel, *args):
-        LAUNCHED.append("numba")
+        LAUNCHED.add("numba")
         return launch(kernel, *map(array, args))
 
     FakeCUDAKernel.__call__ = call
 
 
 def _masks_as_bools() -> None:
-    """Make Triton's interpreter take masks such as `tile_mask & (number >= 0)`.
+    """Make Triton's interpreter take masks like `tile & (number >= 0)`, and note its launches.
 
     A comparison of single numbers comes out as an integer there, and so does the mask, which its
     loads and stores refuse; a GPU takes it. The hook is private: see `_tensors_as_arrays`.
@@ -83,7 +83,7 @@ def _masks_as_bools() -> None:
         return mask
 
     def call(executor, *args, **how):
-        LAUNCHED.append("triton")
+        LAUNCHED.add("triton")
         return launch(executor, *args, **how)
 
     GridExecutor.__call__ = call
