@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from solutions import _decode_attention
-from solutions import _gemv as gemv
+from solutions import decode_attention
+from solutions import gemv
 from solutions import rms_norm, rope, swiglu, vector_add
 
 from .step import Step
@@ -33,7 +33,7 @@ class NaiveStep(Step):
             q, k = rope.rope_naive(q[None], k[None], cache.cos_sin, position)  # [1, H, D]
             k_cache.index_copy_(0, slot, k)
             v_cache.index_copy_(0, slot, v[None])
-            o = _decode_attention.decode_attention_naive(q, k_cache[None], v_cache[None], context)
+            o = decode_attention.decode_attention_naive(q, k_cache[None], v_cache[None], context)
             o = product(o.view(1, -1), w.o)
             x = vector_add.vector_add_naive(x[0], o[0])[None]
             h = norm(x, w.post_norm, eps)

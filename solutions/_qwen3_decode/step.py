@@ -31,8 +31,8 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from solutions import _decode_attention
-from solutions import _gemv as gemv
+from solutions import decode_attention
+from solutions import gemv
 from solutions import rms_norm, rope, swiglu
 
 from . import kernels
@@ -157,7 +157,7 @@ OPS = {
     "embed_norm": embed_norm,
     "rms_norm_residual": rms_norm.rms_norm_residual,
     "qk_norm_rope_cache": rope.qk_norm_rope_cache,
-    "decode_attention": _decode_attention.decode_attention,
+    "decode_attention": decode_attention.decode_attention,
     "gate_up_swiglu": swiglu.gate_up_swiglu,
     "gemv": gemv.gemv,
 }
