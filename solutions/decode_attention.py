@@ -48,11 +48,11 @@ MAX_GROUP = 16  # query heads of a program; their sums must fit in registers
 WARPS, UNROLL = 8, 4
 LEAST = 32  # keys of a program; below that, merging costs more than it saves
 MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
-# Rung 5: a lane copies LOADS vectors of keys and as many of values for each of STAGES tiles. With
-# 8 warps a tile is 32 KiB; the next is on its way while one is waited for or used.
-LOADS, STAGES = 4, 2
-MERGED = 8  # partial results of a head that a thread asks for at once
-HEAD_SIZES, GROUPS = (64, 128), (1, 2, 4, 8)  # that rung 5 is written for
+# Rung 5: a warp has KEYS keys of a tile, the rows of a product on the tensor cores, for up to COLUMNS
+# query heads. With 8 warps a tile is 64 KiB; the next is on its way while one is waited for or used.
+KEYS, COLUMNS, STAGES = 16, 8, 2
+HEAD_SIZES = (64, 128)  # that rung 5 is written for
+EMPTY = -1  # as a float32 a NaN that no arithmetic gives
 MAX_SLOTS = 2**31 - 1  # it counts them in 32 bits
 SMS = lab.DEVICE.sms or 132  # compile cards are made without a device, for an H200
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -201,11 +201,11 @@ def templates_are_right(kernel) -> str | None:
     for dtype, D, G, times in (
         *(
             (d, size, 2, n)
-            for d in DECODE_ATTENTION.dtypes
+            for d in (torch.bfloat16, torch.float16)
             for size in HEAD_SIZES
             for n in (1, many)
         ),
-        *((torch.bfloat16, 128, group, n) for group in GROUPS if group != 2 for n in (1, many)),
+        *((torch.bfloat16, 128, group, n) for group in (1, 3, 8) for n in (1, many)),
         (torch.float16, 64, 8, 1),
     ):
         size = {"B": times * len(lens), "H": 3 * G, "H_kv": 3, "S": 1500, "D": D}
@@ -708,28 +708,29 @@ def decode_attention_split(q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
 
 
 class Workspace(NamedTuple):
-    """Memory that the programs of a launch meet in; every launch leaves the counters at zero."""
+    """Memory that the programs of a launch meet in; every launch leaves the int32s as they were."""
 
     partial: Float[Tensor, "B H splits D"]  # float32
     lse: Float[Tensor, "B H splits"]  # float32
-    counters: Int32[Tensor, " n"]  # one for each kv head of each sequence
+    counters: Int32[Tensor, " n"]  # rung 4: a 0 for each kv head of each sequence
+    parts: Int32[Tensor, " m"]  # rung 5: EMPTY for each number that blocks send each other
 
 
-KEPT_COUNTERS: dict[tuple, Tensor] = {}
+KEPT: dict[tuple, Tensor] = {}
 
 
-def zero_counters(count: int, device: torch.device) -> Tensor:
-    """At least `count` zeros, which the launches of a stream use one after another.
+def kept(count: int, value: int, device: torch.device) -> Tensor:
+    """At least `count` int32 of `value`, which the launches of a stream use one after another.
 
-    Zeros of its own for every call would cost a launch. A CUDA graph, which may be replayed on
-    another stream, does get its own.
+    New ones for every call would cost a launch. A CUDA graph, which may be replayed on another
+    stream, does get its own.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = device, torch.cuda.current_stream(device).cuda_stream
-    if stream not in KEPT_COUNTERS or len(KEPT_COUNTERS[stream]) < count:
-        KEPT_COUNTERS[stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-    return KEPT_COUNTERS[stream]
+        return torch.full((count,), value, dtype=torch.int32, device=device)
+    which = device, torch.cuda.current_stream(device).cuda_stream, value
+    if which not in KEPT or len(KEPT[which]) < count:
+        KEPT[which] = torch.full((count,), value, dtype=torch.int32, device=device)
+    return KEPT[which]
 
 
 def splits_for(B: int, H_kv: int, max_context: int) -> int:
@@ -742,12 +743,16 @@ def splits_for(B: int, H_kv: int, max_context: int) -> int:
     return max(1, min(room, triton.cdiv(max_context, LEAST)))
 
 
-def new_workspace(q: Tensor, H_kv: int, splits: int, counters: Tensor) -> Workspace:
-    """A workspace round some counters."""
+def new_workspace(q: Tensor, H_kv: int, splits: int, *, keep: bool = False) -> Workspace:
+    """A workspace; with `keep`, its int32s are those of the stream."""
     B, H, D = q.shape
     partial = torch.empty((B, H, splits, D), dtype=torch.float32, device=q.device)
     lse = torch.empty((B, H, splits), dtype=torch.float32, device=q.device)
-    return Workspace(partial, lse, counters)
+    values = (B * H_kv, 0), (B * H * splits * (D + 1), EMPTY)
+    if keep:
+        return Workspace(partial, lse, *(kept(*pair, q.device) for pair in values))
+    full = (torch.full((n,), x, dtype=torch.int32, device=q.device) for n, x in values)
+    return Workspace(partial, lse, *full)
 
 
 def decode_attention_workspace(
@@ -755,8 +760,7 @@ def decode_attention_workspace(
 ) -> Workspace:
     """What `decode_attention` needs beside its output, for calls with these shapes one by one."""
     B, S, H_kv, _ = k.shape
-    counters = torch.zeros(B * H_kv, dtype=torch.int32, device=q.device)
-    return new_workspace(q, H_kv, splits_for(B, H_kv, max_context or S), counters)
+    return new_workspace(q, H_kv, splits_for(B, H_kv, max_context or S))
 
 
 @triton.jit
@@ -1031,16 +1035,15 @@ def memory(
         raise ValueError(f"out has shape {tuple(out.shape)}, must be {tuple(q.shape)} like q")
     lab.check_contiguous(out=out)
     if workspace is None:
-        return out, new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
-    wanted = (B, H, splits, D), (B, H, splits), torch.float32, torch.int32, q.device
-    partial, lse, counters = workspace
-    got = partial.shape, lse.shape, lse.dtype, counters.dtype, counters.device
-    if got != wanted or counters.numel() < B * H_kv:
-        raise ValueError(
-            f"workspace holds {tuple(partial.shape)}, {tuple(lse.shape)} and "
-            f"{counters.numel()} counters on {counters.device}, must fit {wanted[0]} and "
-            f"{B * H_kv} on {q.device}: make one with decode_attention_workspace"
-        )
+        return out, new_workspace(q, H_kv, splits, keep=True)
+    wanted = [((B, H, splits, D), torch.float32), ((B, H, splits), torch.float32)]
+    wanted += [((n,), torch.int32) for n in (B * H_kv, B * H * splits * (D + 1))]
+    for (shape, dtype), (name, x) in zip(wanted, workspace._asdict().items(), strict=True):
+        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, q.device):
+            raise ValueError(
+                f"workspace.{name} is {x.dtype} {tuple(x.shape)} on {x.device}, must be {dtype} "
+                f"{shape} on {q.device}: make one with decode_attention_workspace"
+            )
     return out, workspace
 
 
@@ -1077,7 +1080,7 @@ def decode_attention_fused(
             v,
             context_lens,
             out,
-            *workspace,
+            *workspace[:3],
             D**-0.5 * LOG2_E,
             S,
             splits,
@@ -1102,262 +1105,311 @@ def rows(BLOCK_D: int, itemsize: int, num_warps: int) -> int:
 
 # Rung 5 --------------------------------------------------------------------------------------
 
-# Chapter 11 puts a kernel of its own behind this.
-ATTEND = r"""
+# The last chapter's kernel has this too.
+TENSOR_CORES = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 #include <math_constants.h>
 
-// 16 bytes of a key or a value: a lane's part of it.
-template <typename T> struct alignas(16) Pack { T v[16 / sizeof(T)]; };
-
-// Sums each of N numbers over LANES neighbouring lanes; every lane gets all N sums. While a lane
-// has several numbers, it keeps half of them and sends the other half to a lane that keeps those:
-// N = 8 numbers over 16 lanes take 4 + 2 + 1 + 1 shuffles, and 8 more to tell the sums to all.
-template <int LANES, int N> __device__ void sum_over_lanes(float (&x)[N]) {
-    static_assert(N <= LANES);
-    #pragma unroll
-    for (int offset = LANES / 2, kept = N / 2; offset > 0; offset /= 2, kept /= 2) {
-        const bool upper = threadIdx.x & offset;
-        if (kept == 0) x[0] += __shfl_xor_sync(~0u, x[0], offset);
-        #pragma unroll
-        for (int i = 0; i < kept; ++i) {
-            const float sent = upper ? x[i] : x[i + kept];
-            x[i] = (upper ? x[i + kept] : x[i]) + __shfl_xor_sync(~0u, sent, offset);
-        }
-    }
-    const float sum = x[0];  // of number i in lanes i·LANES / N … (i + 1)·LANES / N - 1
-    #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = __shfl_sync(~0u, sum, i * (LANES / N), LANES);
+// Four 8 × 8 matrices of 16-bit numbers from shared memory, one a register: lane i gives the
+// address of a row, of 16 bytes, of matrix i / 8, and gets two neighbours in row i / 4 of each;
+// TRANSPOSED, in column i / 4.
+template <bool TRANSPOSED> __device__ void load_matrices(unsigned (&m)[4], const void* row) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at) : "memory");
 }
 
-// What some lanes know of a head after the keys so far: the largest score m, the sum l of the
-// weights 2^(score - m), and W columns of the weighted values. -1e30 is below every score, and
-// unlike -inf it can be subtracted from itself.
-template <int W> struct Softmax {
-    float m = -1e30f, l = 0;
-    alignas(16) float acc[W] = {};
+// The transposed of an 8 × 8 matrix of which each lane has two numbers.
+__device__ unsigned transposed(unsigned pair) {
+    unsigned other;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+    return other;
+}
 
-    template <int N> __device__ void absorb(const float (&score)[N], const float (&value)[N][W]) {
-        float top = m;
+// c += a · b on the tensor cores: a [16, 16] as four matrices (upper left, lower left, upper right,
+// lower right), b [16, 8] as two, each transposed, c [16, 8] in float32: lane i has two neighbours
+// in row i / 4, and two in row i / 4 + 8.
+__device__ void multiply(
+    float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Blocks tell each other numbers through slots of global memory which hold EMPTY, the bits of a
+// NaN that no arithmetic gives, until somebody writes there. So no flag and no fence is needed.
+constexpr unsigned EMPTY = 0xffffffff;
+constexpr int MERGED = 8;  // parts that a thread asks for at once
+__device__ void put(unsigned* slot, unsigned bits) {
+    __nv_atomic_store_n(slot, bits, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
+}
+// Waits for the numbers in `count` slots that are `step` apart, at most N.
+template <int N>
+__device__ void take(float (&number)[N], unsigned* slot, int step, int count) {
+    bool there;
+    do {
+        there = true;
+        unsigned bits[N];
         #pragma unroll
-        for (int n = 0; n < N; ++n) top = fmaxf(top, score[n]);
-        const float alpha = exp2f(m - top);
-        float total = 0;
-        m = top;
-        #pragma unroll
-        for (int j = 0; j < W; ++j) acc[j] *= alpha;
+        for (int n = 0; n < N; ++n)  // all loads before the first is waited for
+            bits[n] = n >= count ? 0 : __nv_atomic_load_n(
+                slot + n * step, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
         #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const float p = exp2f(score[n] - m);
-            total += p;
-            #pragma unroll
-            for (int j = 0; j < W; ++j) acc[j] = fmaf(p, value[n][j], acc[j]);
+            there = there && bits[n] != EMPTY;
+            number[n] = __uint_as_float(bits[n]);
         }
-        l = fmaf(l, alpha, total);
-    }
-};
-
-// Stores o of G heads. A row is what is known of a head after some keys: their softmax, D columns
-// in acc, and in lse log2 of the sum of their exponentials. Each team of the block has left one in
-// shared memory, [G, TEAMS], and a merge makes one of those of a head. If other blocks have keys of
-// the head, it goes to the workspace, [G, splits], and the last block merges once more: with the
-// same instructions, which it need not fetch again.
-template <typename T, int D, int G, int WARPS, int TEAMS, int MERGED>
-__device__ void finish(
-    const float* lse, const float* acc, T* o, float* split_acc, float* split_lse, int* counter,
-    int split, int splits, int used) {
-    int count = TEAMS, stride = TEAMS;  // rows of a head, and how far its neighbour's are
-    #pragma unroll 1
-    for (bool whole = used == 1;; whole = true) {
-        __syncthreads();
-        #pragma unroll 1
-        for (int i = threadIdx.x; i < G * D; i += 32 * WARPS) {
-            const int g = i / D, d = i % D;
-            const float *lse_g = lse + g * stride, *column = acc + g * stride * D + d;
-            float m = -1e30f, l = 0, sum = 0;
-            #pragma unroll 1
-            for (int first = 0; first < count; first += MERGED) {
-                float score[MERGED], value[MERGED], top = m;
-                #pragma unroll
-                for (int n = 0; n < MERGED; ++n) {  // all loads before the first is waited for
-                    const bool inside = first + n < count;
-                    score[n] = inside ? lse_g[first + n] : -CUDART_INF_F;
-                    value[n] = inside ? column[(first + n) * D] : 0;
-                }
-                #pragma unroll
-                for (int n = 0; n < MERGED; ++n) top = fmaxf(top, score[n]);
-                const float alpha = exp2f(m - top);
-                m = top;
-                l *= alpha;
-                sum *= alpha;
-                #pragma unroll
-                for (int n = 0; n < MERGED; ++n) {
-                    const float weight = exp2f(score[n] - m);
-                    l += weight;
-                    sum = fmaf(weight, value[n], sum);
-                }
-            }
-            const float y = l > 0 ? sum / l : 0;  // an empty context: zeros, not 0 / 0
-            const int row = g * splits + split;
-            if (whole) o[i] = T(y);
-            else split_acc[row * D + d] = y;
-            if (!whole && d == 0) split_lse[row] = m + log2f(l);
-        }
-        if (whole) return;
-
-        // Releases what the whole block has stored, and acquires what others have.
-        __syncthreads();
-        int before = 0;
-        if (threadIdx.x == 0)
-            before =
-                __nv_atomic_fetch_add(counter, 1, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
-        if (!__syncthreads_or(threadIdx.x == 0 && before == used - 1)) return;
-        if (threadIdx.x == 0) *counter = 0;  // ready for the next launch
-        lse = split_lse;
-        acc = split_acc;
-        count = used;
-        stride = splits;
-    }
+    } while (!there);
 }
 
-// Block (h, split, b) attends to its share of the keys of sequence b and kv head h, for G query
-// heads: to tile `split`, and to every gridDim.y-th after it. The last block of a (b, h) to finish
-// merges them. `slots` says where keys lie, and which may be read before the length is known.
-//
-// D / W lanes make a team. A tile has LOADS keys for each team of the block, a lane W columns of
-// each. It copies those that it will use, STAGES - 1 tiles ahead, into a ring of STAGES; no other
-// lane looks there, so nothing has to be waited for but the lane's own copies.
-template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, int MERGED, typename Slots>
-__device__ void attend(
-    const T* q, const T* k, const T* v, const int* context_len, T* o, float* partial, float* lse,
-    int* counters, float scale, Slots slots) {
-    constexpr int W = 16 / sizeof(T), LANES = D / W, THREADS = 32 * WARPS;
-    constexpr int ROWS = 32 / LANES, TEAMS = WARPS * ROWS;  // teams of a warp, of the block
-    constexpr int KEYS = LOADS * ROWS;  // of a warp in a tile
-    constexpr int CHUNK = G * LOADS < 8 ? G * LOADS : 8;  // scores summed together
-    const int h = blockIdx.x, split = blockIdx.y, H_kv = gridDim.x, splits = gridDim.y;
-    const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / LANES;
-    const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
-    const long long head = ((long long)blockIdx.z * H_kv + h) * G;  // the first of all B·H
-    const Pack<T>* k_lane = reinterpret_cast<const Pack<T>*>(k) + h * LANES + lane;
-    const Pack<T>* v_lane = reinterpret_cast<const Pack<T>*>(v) + h * LANES + lane;
-    int* counter = counters + blockIdx.z * H_kv + h;
+// One number of o from some parts of the context: value, its part of the answer, and lse, log2 of
+// the sum of the exponentials there. -1e30 is below every lse, and unlike -inf it can be subtracted
+// from itself.
+struct Merge {
+    float m = -1e30f, l = 0, sum = 0;
+    template <int N> __device__ void add(const float (&lse)[N], const float (&value)[N], int count) {
+        float top = m;
+        #pragma unroll
+        for (int n = 0; n < N; ++n) top = n < count ? fmaxf(top, lse[n]) : top;
+        const float alpha = exp2f(m - top);
+        m = top;
+        l *= alpha;
+        sum *= alpha;
+        #pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float weight = n < count ? exp2f(lse[n] - m) : 0;
+            l += weight;
+            sum = fmaf(weight, n < count ? value[n] : 0, sum);
+        }
+    }
+    __device__ float value() const { return l > 0 ? sum / l : 0; }  // no keys: 0, not 0 / 0
+    __device__ float lse() const { return m + log2f(l); }
+};
 
+// A tile of 16 keys, and one of values, in shared memory: a row of D / 8 packs of 16 bytes is a key.
+// The packs of a row are shuffled by the key's number: eight lanes that read the same pack of eight
+// keys find them in different banks.
+constexpr int KEYS = 16;
+template <int D> __device__ int place(int key, int pack) { return key * (D / 8) + (pack ^ key % 8); }
+
+// What a warp knows of up to 8 heads after the keys so far. Heads are the columns in both products:
+// scores [KEYS, 8] = keys [KEYS, D] · queries [D, 8], and then
+// acc [D, 8] += transposed values [D, KEYS] · weights [KEYS, 8].
+template <typename T, int D> struct Heads {
+    // Lane 4r + t has two numbers of each pack of the query of head r, and of heads 2t and 2t + 1
+    // the largest score m, its part l of the sum of the weights 2^(score - m), and its part of acc.
+    // -1e30 is below every score, and unlike -inf it can be subtracted from itself.
+    unsigned query[D / 8];
+    float m[2] = {-1e30f, -1e30f}, l[2] = {}, acc[D / 16][4] = {};
+
+    // `count` of the tile's keys count. Values from there on must not be NaN: 0 · NaN is NaN.
+    __device__ void attend(const uint4* keys, const uint4* values, int count, float scale) {
+        const int lane = threadIdx.x % 32;
+        float even[4] = {}, odd[4] = {};
+        #pragma unroll
+        for (int i = 0; i < D / 8; i += 4) {
+            unsigned a[4];
+            load_matrices<false>(a, keys + place<D>(lane % 16, i + lane / 16));
+            multiply(even, a, query[i], query[i + 1], T());
+            load_matrices<false>(a, keys + place<D>(lane % 16, i + 2 + lane / 16));
+            multiply(odd, a, query[i + 2], query[i + 3], T());
+        }
+        float score[2][2], alpha[2];  // of keys r and r + 8, and of two heads
+        unsigned weights[2];
+        #pragma unroll
+        for (int n = 0; n < 4; ++n)
+            score[n / 2][n % 2] =
+                lane / 4 + n / 2 * 8 < count ? scale * (even[n] + odd[n]) : -CUDART_INF_F;
+        #pragma unroll
+        for (int g = 0; g < 2; ++g) {
+            float top = fmaxf(score[0][g], score[1][g]);
+            #pragma unroll
+            for (int offset = 4; offset < 32; offset *= 2)
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
+            top = fmaxf(top, m[g]);
+            alpha[g] = exp2f(m[g] - top);
+            m[g] = top;
+            l[g] *= alpha[g];
+        }
+        #pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            alignas(4) T rounded[2];  // as the product takes them; so the sum does
+            #pragma unroll
+            for (int g = 0; g < 2; ++g) {
+                rounded[g] = T(exp2f(score[n][g] - m[g]));
+                l[g] += (float)rounded[g];
+            }
+            weights[n] = transposed(reinterpret_cast<const unsigned&>(rounded));
+        }
+        #pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+            unsigned a[4];
+            load_matrices<true>(
+                a, values + place<D>(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+            #pragma unroll
+            for (int n = 0; n < 4; ++n) acc[i][n] *= alpha[n % 2];
+            multiply(acc[i], a, weights[0], weights[1], T());
+        }
+    }
+
+    // Stores o [G, D], or tells the block that does. The block's warps meet in shared memory, acc_s
+    // [WARPS, APART >= 8·D]; `used` blocks in `parts`, a slot for each of G·D numbers and of the G
+    // lse of each block but the last, which finds all slots EMPTY before the end, and leaves them so.
+    template <int WARPS, int APART>
+    __device__ void finish(T* o, float* acc_s, unsigned* parts, int G, int split, int used) {
+        __shared__ float lse_s[8][WARPS];
+        static_assert(8 * D <= APART);
+        const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        #pragma unroll
+        for (int g = 0; g < 2; ++g) {
+            #pragma unroll
+            for (int offset = 4; offset < 32; offset *= 2)
+                l[g] += __shfl_xor_sync(~0u, l[g], offset);
+            if (2 * t + g < G) {
+                const float share = l[g] > 0 ? 1 / l[g] : 0;
+                float* row = acc_s + warp * APART + (2 * t + g) * D + r;
+                if (r == 0) lse_s[2 * t + g][warp] = m[g] + log2f(l[g]);  // without keys: -inf
+                #pragma unroll
+                for (int i = 0; i < D / 16; ++i) {
+                    row[16 * i] = share * acc[i][g];
+                    row[16 * i + 8] = share * acc[i][2 + g];
+                }
+            }
+        }
+        __syncthreads();
+        const int part = G * (D + 1);
+        #pragma unroll 1
+        for (int i = threadIdx.x; i < G * D; i += 32 * WARPS) {
+            const int g = i / D;
+            Merge whole;
+            float value[WARPS], lse[WARPS];
+            #pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                value[w] = acc_s[w * APART + i];
+                lse[w] = lse_s[g][w];
+            }
+            whole.add(lse, value, WARPS);
+            if (split < used - 1) {
+                unsigned* mine = parts + split * part;
+                put(mine + i, __float_as_uint(whole.value()));
+                if (i % D == 0) put(mine + G * D + g, __float_as_uint(whole.lse()));
+                continue;
+            }
+            #pragma unroll 1
+            for (int s = 0; s < used - 1; s += MERGED) {
+                float sent[MERGED], sent_lse[MERGED];
+                const int count = used - 1 - s;
+                take(sent, parts + s * part + i, part, count);
+                take(sent_lse, parts + s * part + G * D + g, part, count);
+                whole.add(sent_lse, sent, count);
+            }
+            o[i] = T(whole.value());
+        }
+        if (split < used - 1 || used == 1) return;
+        __syncthreads();  // all have taken what they wait for
+        for (int i = threadIdx.x; i < (used - 1) * part; i += 32 * WARPS) put(parts + i, EMPTY);
+    }
+};
+"""
+# Chapter 11 puts a kernel of its own behind this.
+ATTEND = (
+    TENSOR_CORES
+    + r"""
+// Block (h, split, b) attends to its share of the keys of sequence b and kv head h, for G <= 8
+// query heads: to tile `split`, and to every gridDim.y-th after it. `slots` says where keys lie, and
+// which may be read before the length is known.
+//
+// A warp has KEYS keys of a tile. It copies them STAGES - 1 tiles ahead into a ring of its own, in
+// shared memory, and waits for no other warp before the end.
+template <typename T, int D, int WARPS, int STAGES, typename Slots>
+__device__ void attend(
+    const T* q, const T* k, const T* v, const int* context_len, T* o, unsigned* parts, float scale,
+    int G, Slots slots) {
+    constexpr int PACKS = D / 8, COPIES = KEYS * PACKS / 32, TILE = KEYS * PACKS;
+    const int h = blockIdx.x, split = blockIdx.y, H_kv = gridDim.x, splits = gridDim.y;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
+    const long long pair = (long long)blockIdx.z * H_kv + h;
+    const uint4* k_head = reinterpret_cast<const uint4*>(k) + h * PACKS;
+    const uint4* v_head = reinterpret_cast<const uint4*>(v) + h * PACKS;
     extern __shared__ __align__(16) unsigned char ring_bytes[];
-    Pack<T>* ring_s = reinterpret_cast<Pack<T>*>(ring_bytes) + threadIdx.x;
-    auto place = [&](int stage, int of_v, int u) {
-        return ring_s + ((stage * 2 + of_v) * LOADS + u) * THREADS;
-    };
+    uint4* ring_s = reinterpret_cast<uint4*>(ring_bytes) + warp * (STAGES * 2 * TILE);
+
     auto first_key = [&](int tile) { return (tile * WARPS + warp) * KEYS; };  // of the warp
     auto ask = [&](int tile, int stage, int limit) {  // nothing is read from key `limit` on
         const int first = first_key(tile), last = limit - 1 - first;
         if (last >= 0) {
             #pragma unroll
-            for (int u = 0; u < LOADS; ++u) {
-                const int i = min(u * ROWS + row, last);  // past the end, the last key once more
-                const long long at = (long long)slots.of(first, i) * (H_kv * LANES);
-                __pipeline_memcpy_async(place(stage, 0, u), k_lane + at, 16);
-                __pipeline_memcpy_async(place(stage, 1, u), v_lane + at, 16);
+            for (int u = 0; u < COPIES; ++u) {
+                const int key = (32 * u + lane) / PACKS, pack = lane % PACKS;
+                // Past the end, the last key once more.
+                const long long at = (long long)slots.of(first, min(key, last)) * (H_kv * PACKS);
+                uint4* to = ring_s + stage * 2 * TILE + place<D>(key, pack);
+                __pipeline_memcpy_async(to, k_head + at + pack, 16);
+                __pipeline_memcpy_async(to + TILE, v_head + at + pack, 16);
             }
         }
         __pipeline_commit();
         slots.look_up(first_key(tile + splits));
     };
 
-    Pack<T> q_pack[G];
-    #pragma unroll
-    for (int g = 0; g < G; ++g)
-        q_pack[g] = reinterpret_cast<const Pack<T>*>(q)[(head + g) * LANES + lane];
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(counter));  // for the add at the end
     slots.look_up(first_key(split));
     int length = slots.readable(context_len);
     #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
         ask(split + i * splits, i, length);
         // Volatile, or the load and the wait for it would come before the first tile is asked for.
-        length = min(*(const volatile int*)context_len, slots.most);
+        length = min((int)*(const volatile int*)context_len, slots.most);
     }
+    Heads<T, D> heads;
+    #pragma unroll
+    for (int i = 0; i < PACKS; ++i)
+        heads.query[i] = r < G ? reinterpret_cast<const unsigned*>(
+                                     q + (pair * G + r) * D + 8 * i)[t] : 0;
     const int tiles = (length + WARPS * KEYS - 1) / (WARPS * KEYS);
     const int used = max(1, min(splits, tiles));  // an empty context takes one, to store zeros
     if (split >= used) {
         __pipeline_wait_prior(0);
         return;
     }
-    float q_lane[G][W];
-    #pragma unroll
-    for (int g = 0; g < G; ++g)
-        #pragma unroll
-        for (int j = 0; j < W; ++j) q_lane[g][j] = scale * (float)q_pack[g].v[j];
-
-    Softmax<W> state[G];
     int stage = 0;
     #pragma unroll 1
     for (int tile = split; tile < tiles; tile += splits) {
-        // Into the stage that the last round has read.
+        __syncwarp();  // all lanes have read the stage that is filled next
         ask(tile + (STAGES - 1) * splits, stage == 0 ? STAGES - 1 : stage - 1, length);
         __pipeline_wait_prior(STAGES - 1);
-        float score[G][LOADS], value[LOADS][W];
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            const Pack<T> pack = *place(stage, 0, u);
+        uint4 *keys = ring_s + stage * 2 * TILE, *values = keys + TILE;
+        const int count = length - first_key(tile);
+        if (count < KEYS)  // values past the end may be NaN
             #pragma unroll
-            for (int g = 0; g < G; ++g) {
-                score[g][u] = 0;
-                #pragma unroll
-                for (int j = 0; j < W; ++j)
-                    score[g][u] = fmaf(q_lane[g][j], (float)pack.v[j], score[g][u]);
+            for (int u = 0; u < COPIES; ++u) {
+                const int key = (32 * u + lane) / PACKS;
+                if (key >= count) values[place<D>(key, lane % PACKS)] = uint4{};
             }
-        }
-        #pragma unroll
-        for (int i = 0; i < G * LOADS; i += CHUNK) {
-            float some[CHUNK];
-            #pragma unroll
-            for (int n = 0; n < CHUNK; ++n) some[n] = score[(i + n) / LOADS][(i + n) % LOADS];
-            sum_over_lanes<LANES>(some);
-            #pragma unroll
-            for (int n = 0; n < CHUNK; ++n) score[(i + n) / LOADS][(i + n) % LOADS] = some[n];
-        }
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            // Past the end a slot of the ring holds anything, NaN too, and 0 · NaN is NaN. Four
-            // words are replaced here; after the conversion it would be W numbers.
-            const bool inside = first_key(tile) + u * ROWS + row < length;
-            uint4 words = *reinterpret_cast<const uint4*>(place(stage, 1, u));
-            if (!inside) words = uint4{};
-            const Pack<T> pack = reinterpret_cast<const Pack<T>&>(words);
-            #pragma unroll
-            for (int j = 0; j < W; ++j) value[u][j] = (float)pack.v[j];
-            #pragma unroll
-            for (int g = 0; g < G; ++g) score[g][u] = inside ? score[g][u] : -CUDART_INF_F;
-        }
-        #pragma unroll
-        for (int g = 0; g < G; ++g) state[g].absorb(score[g], value);
+        __syncwarp();  // what the other lanes have copied is there
+        heads.attend(keys, values, count, scale);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     __pipeline_wait_prior(0);  // an empty context leaves the first tile under way
-
-    // A row of each team and head, where the ring was.
-    static_assert(G * W * sizeof(float) <= STAGES * 2 * LOADS * sizeof(Pack<T>));
-    __shared__ float lse_s[G * TEAMS];
-    float* acc_s = reinterpret_cast<float*>(ring_bytes);
-    __syncthreads();
-    #pragma unroll
-    for (int g = 0; g < G; ++g) {
-        const float *x = state[g].acc, part = state[g].l > 0 ? 1 / state[g].l : 0;
-        const int at = g * TEAMS + team;
-        if (lane == 0) lse_s[at] = state[g].m + log2f(state[g].l);  // without keys: -inf
-        #pragma unroll
-        for (int j = 0; j < W; j += 4)
-            *reinterpret_cast<float4*>(acc_s + at * D + lane * W + j) =
-                make_float4(part * x[j], part * x[j + 1], part * x[j + 2], part * x[j + 3]);
-    }
-    finish<T, D, G, WARPS, TEAMS, MERGED>(
-        lse_s, acc_s, o + head * D, partial + head * splits * D, lse + head * splits, counter,
-        split, splits, used);
+    __syncwarp();
+    heads.template finish<WARPS, STAGES * TILE * 8>(
+        o + pair * G * D, reinterpret_cast<float*>(ring_bytes),
+        parts + pair * splits * G * (D + 1), G, split, used);
 }
 """
+)
 PIPELINED = (
     ATTEND
     + r"""
@@ -1370,31 +1422,29 @@ struct Contiguous {
     __device__ int of(int s, int i) const { return first + s + i; }
 };
 
-template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, int MERGED>
-__global__ void __launch_bounds__(32 * WARPS, (G > 4 ? 8 : 16) / WARPS)
-decode_attention_pipelined_kernel(
-    const T* q, const T* k, const T* v, const int* context_lens, T* o, float* partial, float* lse,
-    int* counters, float scale, int S) {
-    attend<T, D, G, WARPS, LOADS, STAGES, MERGED>(
-        q, k, v, context_lens + blockIdx.z, o, partial, lse, counters, scale,
+template <typename T, int D, int WARPS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS) decode_attention_pipelined_kernel(
+    const T* q, const T* k, const T* v, const int* context_lens, T* o, unsigned* parts, float scale,
+    int G, int S) {
+    attend<T, D, WARPS, STAGES>(
+        q, k, v, context_lens + blockIdx.z, o, parts, scale, G,
         Contiguous{(int)blockIdx.z * S, S});
 }
 """
 )
-CPP_TYPES = ((torch.float32, "float"), (torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
+CPP_TYPES = ((torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16"))
 
 
 def instances(source: str, name: str) -> dict:
-    """Dtype, D, G and warps -> the instance of a kernel template; what is launched is compiled."""
+    """Dtype, D and warps -> the instance of a kernel template; what is launched is compiled."""
     return {
-        (dtype, D, G, warps): lab.cuda_kernel(
+        (dtype, D, warps): lab.cuda_kernel(
             source,
-            f"{name}<{T}, {D}, {G}, {warps}, {LOADS}, {STAGES}, {MERGED}>",
+            f"{name}<{T}, {D}, {warps}, {STAGES}>",
             options={"use_fast_math": True},  # exp2 in one instruction
         )
         for dtype, T in CPP_TYPES
         for D in HEAD_SIZES
-        for G in GROUPS
         for warps in (WARPS // 2, WARPS)
     }
 
@@ -1402,32 +1452,27 @@ def instances(source: str, name: str) -> dict:
 PIPELINED_KERNELS = instances(PIPELINED, "decode_attention_pipelined_kernel")
 
 
-def takes(G: int, D: int, slots: int, *vectors: Tensor) -> bool:
+def takes(q: Tensor, H_kv: int, slots: int, *caches: Tensor) -> bool:
     """Whether rung 5's kernel can do it: sizes it has, and memory that begins with a vector."""
-    late = any(x.data_ptr() % VECTOR_BYTES for x in vectors)
-    return not (SIMULATED or late) and D in HEAD_SIZES and G in GROUPS and slots <= MAX_SLOTS
+    _, H, D = q.shape
+    late = any(x.data_ptr() % VECTOR_BYTES for x in (q, *caches))
+    known = (q.dtype, D, WARPS) in PIPELINED_KERNELS and H // H_kv <= COLUMNS
+    return known and slots <= MAX_SLOTS and not (SIMULATED or late)
 
 
-def ring_shape(B: int, H_kv: int, max_context: int, row_bytes: int) -> tuple[int, int]:
-    """Warps of rung 5's blocks, and blocks that share a context; a key has `row_bytes` in a head.
-
-    Where SMs get several blocks each, 4 warps will do: together they have as much under way as one
-    block of 8. Otherwise 8, and contexts are shared out. One round of loads merges MERGED parts;
-    more of them than that take another trip, so each should have 4 tiles to save it again.
-    """
-    if B * H_kv > SMS:
-        return WARPS // 2, 1
-    tiles = triton.cdiv(max_context, LOADS * rows(row_bytes, 1, WARPS))
-    most = min(SMS // max(1, B * H_kv), tiles)
-    return WARPS, min(most, max(MERGED, tiles // 4))
+def ring_shape(B: int, H_kv: int, max_context: int) -> tuple[int, int]:
+    """Warps of rung 5's blocks, and blocks that share a context."""
+    warps = WARPS
+    most = SMS // max(1, B * H_kv)
+    return warps, max(1, min(most, triton.cdiv(max_context, warps * KEYS)))
 
 
 def ring_launcher(kernels: dict, q: Tensor, H_kv: int, max_context: int):
     """The instance of `kernels` for q, ready for its arguments."""
-    B, H, D = q.shape
-    warps, splits = ring_shape(B, H_kv, max_context, D * q.itemsize)
-    ring = STAGES * 2 * LOADS * warps * WARP * VECTOR_BYTES
-    return kernels[q.dtype, D, H // H_kv, warps][(H_kv, splits, B), WARP * warps, ring]
+    B, _, D = q.shape
+    warps, splits = ring_shape(B, H_kv, max_context)
+    ring = STAGES * 2 * warps * KEYS * D * q.itemsize
+    return kernels[q.dtype, D, warps][(H_kv, splits, B), WARP * warps, ring]
 
 
 def decode_attention_pipelined(
@@ -1441,21 +1486,22 @@ def decode_attention_pipelined(
     workspace: Workspace | None = None,
     validate: bool = False,
 ) -> Queries:
-    """Keys go through a ring in shared memory; the first are copied before the length is known.
+    """Products on the tensor cores, keys through a ring, and blocks that send each other numbers.
 
-    Rung 4's kernel does the work where D is not 64 or 128 or H / H_kv not 1, 2, 4 or 8, where q, k
-    or v begin between two 16-byte vectors, and under the simulators. Arguments and errors are those
-    of rung 4.
+    Rung 4's kernel does the work for float32, where D is not 64 or 128 or H / H_kv more than 8,
+    where q, k or v begin between two 16-byte vectors, and under the simulators. Arguments and errors
+    are those of rung 4.
     """
     B, H, H_kv, S, D = check_args(q, k, v, context_lens, max_context, validate)
-    if not takes(H // H_kv, D, B * S, q, k, v):
+    if not takes(q, H_kv, B * S, k, v):
         how = {"max_context": max_context, "out": out, "workspace": workspace}
         return decode_attention_fused(q, k, v, context_lens, **how)
     lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
     out, workspace = memory(q, H_kv, max_context or S, out, workspace)
+    scale = np.float32(D**-0.5 * LOG2_E)
     if out.numel() > 0:
         ring_launcher(PIPELINED_KERNELS, q, H_kv, max_context or S)(
-            q, k, v, context_lens, out, *workspace, np.float32(D**-0.5 * LOG2_E), np.int32(S)
+            q, k, v, context_lens, out, workspace.parts, scale, np.int32(H // H_kv), np.int32(S)
         )
     return out
 
@@ -1617,7 +1663,7 @@ def decode_attention_more_splits(q: Tensor, k: Tensor, v: Tensor, context_lens: 
     o = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
     splits, BLOCK_D = 8, triton.next_power_of_2(D)
     if o.numel() > 0:
-        workspace = new_workspace(q, H_kv, splits, zero_counters(B * H_kv, q.device))
+        *workspace, _ = new_workspace(q, H_kv, splits, keep=True)
         decode_attention_fused_kernel[(H_kv, splits, B)](
             q,
             k,

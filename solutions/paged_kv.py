@@ -232,7 +232,7 @@ def same_as_contiguous(kernel) -> str | None:
             (dtype, large | {"H_kv": 8 // G, "D": D, "page": page})
             for dtype, D, page, G in (
                 *((d, 128, 16, 2) for d in PAGED_KV.dtypes),
-                *((torch.bfloat16, 128, 16, group) for group in contiguous.GROUPS if group != 2),
+                *((torch.bfloat16, 128, 16, group) for group in (1, 4, 8)),
                 (torch.bfloat16, 64, 64, 2),
                 (torch.bfloat16, 128, 12, 2),
             )
@@ -673,8 +673,7 @@ def paged_kv_workspace(
     """What `paged_kv_attention` needs beside its output, for one call after another."""
     page_size, H_kv = k_cache.shape[1:3]
     splits = contiguous.splits_for(len(q), H_kv, max_context or block_table.shape[1] * page_size)
-    counters = torch.zeros(len(q) * H_kv, dtype=torch.int32, device=q.device)
-    return contiguous.new_workspace(q, H_kv, splits, counters)
+    return contiguous.new_workspace(q, H_kv, splits)
 
 
 def launch(
@@ -702,7 +701,7 @@ def launch(
         kernel[(H_kv, splits, B)](
             *args,
             out,
-            *workspace,
+            *workspace[:3],
             D**-0.5 * LOG2_E,
             max_pages,
             splits,
@@ -889,14 +888,13 @@ struct Paged {
     }
 };
 
-template <typename T, int D, int G, int WARPS, int LOADS, int STAGES, int MERGED>
-__global__ void __launch_bounds__(32 * WARPS, (G > 4 ? 8 : 16) / WARPS)
-paged_kv_pipelined_kernel(
+template <typename T, int D, int WARPS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS) paged_kv_pipelined_kernel(
     const T* q, const T* k_cache, const T* v_cache, const int* block_table,
-    const int* context_lens, T* o, float* partial, float* lse, int* counters, float scale,
-    int max_pages, int page_size) {
-    attend<T, D, G, WARPS, LOADS, STAGES, MERGED>(
-        q, k_cache, v_cache, context_lens + blockIdx.z, o, partial, lse, counters, scale,
+    const int* context_lens, T* o, unsigned* parts, float scale, int G, int max_pages,
+    int page_size) {
+    attend<T, D, WARPS, STAGES>(
+        q, k_cache, v_cache, context_lens + blockIdx.z, o, parts, scale, G,
         Paged{block_table + (long long)blockIdx.z * max_pages, page_size, max_pages * page_size});
 }
 """
@@ -925,7 +923,7 @@ def paged_kv_pipelined(
     _, H, H_kv, D, page_size, max_pages = check_args(*args, max_context, validate)
     most = max_pages * page_size
     slots = max(len(k_cache) * page_size, most)
-    if not contiguous.takes(H // H_kv, D, slots, q, k_cache, v_cache):
+    if not contiguous.takes(q, H_kv, slots, k_cache, v_cache):
         return launch(paged_kv_prefetched_kernel, *args, max_context, out, workspace, False)
     lab.check_contiguous(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens
@@ -935,8 +933,9 @@ def paged_kv_pipelined(
         contiguous.ring_launcher(PIPELINED_KERNELS, q, H_kv, max_context or most)(
             *args,
             out,
-            *workspace,
+            workspace.parts,
             np.float32(D**-0.5 * LOG2_E),
+            np.int32(H // H_kv),
             np.int32(max_pages),
             np.int32(page_size),
         )

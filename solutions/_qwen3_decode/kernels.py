@@ -41,6 +41,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from solutions import decode_attention
+
 from .config import ModelError
 
 WARP = 32
@@ -57,22 +59,25 @@ MOST_PACKS = 4  # loads a row in a lane: with more, that many rows do not fit in
 # Warps that share a row of the o and the down projection: the first number that fits.
 SHARES = (2, 4, 8, 1)
 SHARE_PACKS = 6  # loads a row in a lane there
-LOADS = 4  # vectors of K, and of V, of a tile in a lane of attention
-MOST_SPLITS = 16  # blocks that share a context: with 8 kv heads, one for nearly every SM of an H200
-HEAD_SIZES, GROUPS = (64, 128), (1, 2)  # more query heads of a kv head do not fit in registers
+# Attention: warps of a block, tiles in its ring, and blocks that share a context. With 8 kv heads
+# there is one for nearly every SM of an H200.
+ATTENTION_WARPS, STAGES, MOST_SPLITS = 8, 2, 16
+HEAD_SIZES, GROUPS = (64, 128), (1, 2)  # a warp norms as many heads of 128 at once
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x only
 
-SOURCE = r"""
-#include <cuda_bf16.h>
-#include <math_constants.h>
+SOURCE = (
+    decode_attention.TENSOR_CORES
+    + r"""
 typedef __nv_bfloat16 bf16;
 
-// What comes before this runs while the kernel before still works; what comes after sees all that
-// it wrote. Only then may the next kernel start: so at most two are at work at once.
-__device__ void previous_kernel() {
+// What comes before this runs while the kernel before still works, and may read nothing that one
+// writes; what comes after sees all of it. EARLY: the next kernel may start at once, or else when
+// this one has waited.
+template <bool EARLY> __device__ void previous_kernel() {
 #if __CUDA_ARCH__ >= 900
+    if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (!EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
     __syncwarp();  // on any chip, the compiler moves no load past this
 }
@@ -126,13 +131,25 @@ template <int LANES> __device__ float sum_over(float v) {
     return v;
 }
 
+// Arithmetic of bfloat16 pairs rounds each result, which is what norm and rotation want.
+__device__ unsigned bits(__nv_bfloat162 v) { return reinterpret_cast<const unsigned&>(v); }
+__device__ __nv_bfloat162 pair(unsigned v) { return reinterpret_cast<const __nv_bfloat162&>(v); }
+__device__ unsigned product(unsigned a, unsigned b) { return bits(__hmul2_rn(pair(a), pair(b))); }
+__device__ unsigned total(unsigned a, unsigned b) { return bits(__hadd2_rn(pair(a), pair(b))); }
+__device__ uint4 rounded_pairs(const float (&v)[8]) {
+    return {bits(__floats2bfloat162_rn(v[0], v[1])), bits(__floats2bfloat162_rn(v[2], v[3])),
+            bits(__floats2bfloat162_rn(v[4], v[5])), bits(__floats2bfloat162_rn(v[6], v[7]))};
+}
+
 // RMSNorm rounds twice: x / rms, and the product with the gain.
-__device__ void normed(uint4 x, uint4 gain, float rstd, float (&h)[8]) {
-    float g[8];
-    unpack(x, h);
-    unpack(gain, g);
+__device__ uint4 normed(uint4 x, uint4 gain, float rstd) {
+    float v[8];
+    unpack(x, v);
     #pragma unroll
-    for (int i = 0; i < 8; ++i) h[i] = rounded(g[i] * rounded(h[i] * rstd));
+    for (int i = 0; i < 8; ++i) v[i] *= rstd;
+    const uint4 h = rounded_pairs(v);
+    return {product(h.x, gain.x), product(h.y, gain.y), product(h.z, gain.z),
+            product(h.w, gain.w)};
 }
 
 // 1 / rms of a row of which a lane has PACKS packs.
@@ -181,7 +198,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2) norm_gemv_kernel(
     uint4 a[ROWS][PACKS], g[PACKS], b[PACKS];
     stream_rows(a, w, row, N, lane);
     load_row(g, gain, lane);
-    previous_kernel();
+    previous_kernel<!EMBED>();
     load_row(b, EMBED ? embed + (long long)tokens[*position] * (32 * PACKS) : x, lane);
     if (EMBED && blockIdx.x == 0 && warp == 0)
         #pragma unroll
@@ -191,7 +208,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2) norm_gemv_kernel(
     #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
         float h[8];
-        normed(b[i], g[i], rstd, h);
+        unpack(normed(b[i], g[i], rstd), h);
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) sum[r] = dot(a[r][i], h, sum[r]);
     }
@@ -210,14 +227,14 @@ __global__ void __maxnreg__(160) norm_gate_up_kernel(
     stream_rows(a, w, row, N, lane);
     stream_rows(b, w + (long long)N * (32 * PACKS), row, N, lane);
     load_row(g, gain, lane);
-    previous_kernel();
+    previous_kernel<true>();
     load_row(v, x, lane);
     const float rstd = rstd_of<PACKS, 32>(v, eps);
     float gate[PAIRS] = {}, up[PAIRS] = {};
     #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
         float h[8];
-        normed(v[i], g[i], rstd, h);
+        unpack(normed(v[i], g[i], rstd), h);
         #pragma unroll
         for (int r = 0; r < PAIRS; ++r) {
             gate[r] = dot(a[r][i], h, gate[r]);
@@ -246,11 +263,10 @@ __global__ void __launch_bounds__(32 * WARPS, 2) gemv_residual_kernel(
     uint4 a[PACKS], b[PACKS];
     #pragma unroll
     for (int i = 0; i < PACKS; ++i) a[i] = stream(w + row * (STEP * PACKS) + column + i * STEP);
-    // Not of the kernel before, but of the one before that. L1 may still have what was there then.
-    const float before = __bfloat162float(__ldcg(x + first_row + tx % ROWS));
-    previous_kernel();
+    previous_kernel<true>();
     #pragma unroll
     for (int i = 0; i < PACKS; ++i) b[i] = h[column + i * STEP];
+    const float before = __bfloat162float(x[first_row + tx % ROWS]);
     float sum = 0;
     #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
@@ -272,207 +288,106 @@ __global__ void __launch_bounds__(32 * WARPS, 2) gemv_residual_kernel(
 // Norm and rotation of a head, of which each of LANES lanes has 8 columns. Column i turns with
 // i + D/2, which half as many lanes away has. `sine` is negative in the lower half.
 template <int LANES>
-__device__ void norm_rope(
-    uint4 x, uint4 gain, const float (&cosine)[8], const float (&sine)[8], float eps,
-    float (&y)[8]) {
-    const uint4 row[1] = {x};
-    float h[8], other[8];
-    normed(x, gain, rstd_of<1, LANES>(row, eps), h);
-    uint4 p = pack(h);
-    p.x = __shfl_xor_sync(~0u, p.x, LANES / 2);
-    p.y = __shfl_xor_sync(~0u, p.y, LANES / 2);
-    p.z = __shfl_xor_sync(~0u, p.z, LANES / 2);
-    p.w = __shfl_xor_sync(~0u, p.w, LANES / 2);
-    unpack(p, other);
-    #pragma unroll
-    for (int j = 0; j < 8; ++j)
-        y[j] = rounded(rounded(h[j] * cosine[j]) + rounded(other[j] * sine[j]));
+__device__ uint4 norm_rope(uint4 x, uint4 gain, uint4 cosine, uint4 sine, float eps) {
+    const uint4 row[1] = {x}, h = normed(x, gain, rstd_of<1, LANES>(row, eps));
+    auto turned = [&](unsigned h, unsigned c, unsigned s) {
+        return total(product(h, c), product(__shfl_xor_sync(~0u, h, LANES / 2), s));
+    };
+    return {turned(h.x, cosine.x, sine.x), turned(h.y, cosine.y, sine.y),
+            turned(h.z, cosine.z, sine.z), turned(h.w, cosine.w, sine.w)};
 }
 
 // Block (head, split) attends for the G query heads of a kv head: to tile `split` of the context
-// and to every `used`-th after it. The last block of a head to finish merges the splits.
-//
-// LANES lanes make a team, which has one key at a time: 8 columns a lane. A tile is LOADS keys for
-// each team. Keys before the position come from the cache, before the kernel before has finished;
-// the key at the position comes from that kernel, and one team puts it into the cache.
-template <int D, int G, int LOADS, int SPLITS, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, 2) attention_kernel(
+// and to every `used`-th after it, as chapter 10's last kernel does. A warp has KEYS keys of a tile.
+// Those before the position are on their way from the cache before the kernel before has finished;
+// the key at the position comes from that kernel, and the warp that has it puts it into the cache.
+template <int D, int G, int STAGES, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) attention_kernel(
     const uint4* qkv, const uint4* q_gain, const uint4* k_gain, const float* cos_sin,
-    const int* position, uint4* k_cache, uint4* v_cache, bf16* o, float* partial, float* lse,
-    unsigned* counters, float scale, float eps) {
-    constexpr int LANES = D / 8, TEAMS = 32 * WARPS / LANES, TILE = LOADS * TEAMS;
+    const int* position, uint4* k_cache, uint4* v_cache, bf16* o, unsigned* parts, float scale,
+    float eps) {
+    constexpr int PACKS = D / 8, COPIES = KEYS * PACKS / 32, TILE = KEYS * PACKS;
+    __shared__ uint4 q_s[WARPS][G][PACKS];
+    extern __shared__ uint4 ring_packs[];
     const int head = blockIdx.x, heads = gridDim.x, split = blockIdx.y;
-    const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pack = lane % PACKS;
+    uint4* ring_s = ring_packs + warp * (STAGES * 2 * TILE);
     const int pos = __ldcg(position);  // written by the last kernel of the step before
-    const int tiles = pos / TILE + 1, used = min((int)gridDim.y, tiles);
+    const int tiles = pos / (WARPS * KEYS) + 1, used = min((int)gridDim.y, tiles);
     if (split >= used) return;
 
-    uint4 k[LOADS], v[LOADS];
-    auto place = [&](int key) { return ((long long)key * heads + head) * LANES + lane; };
-    auto load = [&](int tile, uint4 (&k)[LOADS], uint4 (&v)[LOADS]) {
-        long long at[LOADS];
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u)  // what is past the end is not used, but must exist
-            at[u] = place(max(0, min(tile * TILE + u * TEAMS + team, pos - 1)));
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) k[u] = stream(k_cache + at[u]);
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) v[u] = stream(v_cache + at[u]);
+    auto first_key = [&](int tile) { return (tile * WARPS + warp) * KEYS; };  // of the warp
+    auto ask = [&](int tile, int stage) {
+        const int first = first_key(tile), last = pos - 1 - first;
+        if (last >= 0)
+            #pragma unroll
+            for (int u = 0; u < COPIES; ++u) {
+                const int key = (32 * u + lane) / PACKS;
+                // Past the end, the last key once more.
+                const long long row = (long long)(first + min(key, last)) * heads + head;
+                uint4* to = ring_s + stage * 2 * TILE + place<D>(key, pack);
+                __pipeline_memcpy_async(to, k_cache + row * PACKS + pack, 16);
+                __pipeline_memcpy_async(to + TILE, v_cache + row * PACKS + pack, 16);
+            }
+        __pipeline_commit();
     };
-    load(split, k, v);
-    const uint4 q_gains = q_gain[lane], k_gains = k_gain[lane];
-    float cosine[8], sine[8];
+    #pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) ask(split + i * used, i);
+    const uint4 q_gains = q_gain[pack], k_gains = k_gain[pack];
+    float turn[2][8];
     #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const float* row = cos_sin + (long long)pos * D + lane % (LANES / 2) * 8 + j;
-        cosine[j] = rounded(row[0]);
-        sine[j] = lane < LANES / 2 ? -rounded(row[D / 2]) : rounded(row[D / 2]);
+        const float* row = cos_sin + (long long)pos * D + pack % (PACKS / 2) * 8 + j;
+        turn[0][j] = row[0];
+        turn[1][j] = pack < PACKS / 2 ? -row[D / 2] : row[D / 2];
     }
-    previous_kernel();
+    const uint4 cosine = rounded_pairs(turn[0]), sine = rounded_pairs(turn[1]);
+    previous_kernel<true>();
 
-    uint4 q_raw[G];
+    const int mine = min(lane / PACKS, G - 1);  // a head of the group
+    const uint4 q_raw = qkv[(head * G + mine) * PACKS + pack];
+    const uint4 k_raw = qkv[(heads * G + head) * PACKS + pack];
+    const uint4 v_new = qkv[(heads * (G + 1) + head) * PACKS + pack];
+    q_s[warp][mine][pack] = norm_rope<PACKS>(q_raw, q_gains, cosine, sine, eps);
+    const uint4 k_new = norm_rope<PACKS>(k_raw, k_gains, cosine, sine, eps);
+    __syncwarp();
+    Heads<bf16, D> state;
     #pragma unroll
-    for (int g = 0; g < G; ++g) q_raw[g] = qkv[(head * G + g) * LANES + lane];
-    const uint4 k_raw = qkv[(heads * G + head) * LANES + lane];
-    const uint4 v_new = stream(qkv + (heads * (G + 1) + head) * LANES + lane);
-    __syncwarp();  // all loads go out before the arithmetic
-    float q[G][8], turned[8];
-    #pragma unroll
-    for (int g = 0; g < G; ++g) {
-        norm_rope<LANES>(q_raw[g], q_gains, cosine, sine, eps, q[g]);
-        #pragma unroll
-        for (int j = 0; j < 8; ++j) q[g][j] *= scale;
-    }
-    norm_rope<LANES>(k_raw, k_gains, cosine, sine, eps, turned);
-    const uint4 k_new = pack(turned);
-    if (team == pos % TEAMS && split == pos / TILE % used) {
-        k_cache[place(pos)] = k_new;
-        v_cache[place(pos)] = v_new;
-    }
+    for (int i = 0; i < PACKS; ++i)
+        state.query[i] = lane / 4 < G ? reinterpret_cast<const unsigned*>(
+                                            &q_s[warp][lane / 4][i])[lane % 4] : 0;
 
-    // Of the keys so far: the largest score m, the sum l of the weights 2^(score - m), the weighted
-    // sum of values. -1e30 is below every score, and unlike -inf it can be subtracted from itself.
-    float m[G], l[G] = {}, acc[G][8] = {};
-    #pragma unroll
-    for (int g = 0; g < G; ++g) m[g] = -1e30f;
-    auto use = [&](int tile, bool last) {  // only the last of all tiles has keys from `pos` on
-        float p[G][LOADS];
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            const int key = tile * TILE + u * TEAMS + team;
-            if (last) {
-                k[u] = choose(key == pos, k_new, k[u]);
-                v[u] = choose(key == pos, v_new, v[u]);
-                v[u] = choose(key > pos, {}, v[u]);  // 0 times whatever is there could be NaN
-            }
-            #pragma unroll
-            for (int g = 0; g < G; ++g) p[g][u] = dot(k[u], q[g], 0);
-        }
-        #pragma unroll
-        for (int g = 0; g < G; ++g) {
-            float top = m[g], total = 0;
-            #pragma unroll
-            for (int u = 0; u < LOADS; ++u) {
-                p[g][u] = sum_over<LANES>(p[g][u]);
-                if (last && tile * TILE + u * TEAMS + team > pos) p[g][u] = -CUDART_INF_F;
-                top = fmaxf(top, p[g][u]);
-            }
-            const float alpha = exp2f(m[g] - top);
-            m[g] = top;
-            #pragma unroll
-            for (int j = 0; j < 8; ++j) acc[g][j] *= alpha;
-            #pragma unroll
-            for (int u = 0; u < LOADS; ++u) total += p[g][u] = exp2f(p[g][u] - top);
-            l[g] = fmaf(l[g], alpha, total);
-        }
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            float value[8];
-            unpack(v[u], value);
-            #pragma unroll
-            for (int g = 0; g < G; ++g)
-                #pragma unroll
-                for (int j = 0; j < 8; ++j) acc[g][j] = fmaf(p[g][u], value[j], acc[g][j]);
-        }
-    };
-    int tile = split;
+    int stage = 0;
     #pragma unroll 1
-    for (; tile + used < tiles; tile += used) {
-        uint4 k_next[LOADS], v_next[LOADS];
-        load(tile + used, k_next, v_next);  // under way during most of what follows
-        use(tile, false);
-        #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            k[u] = k_next[u];
-            v[u] = v_next[u];
+    for (int tile = split; tile < tiles; tile += used) {
+        __syncwarp();  // all lanes have read the stage that is filled next
+        ask(tile + (STAGES - 1) * used, stage == 0 ? STAGES - 1 : stage - 1);
+        __pipeline_wait_prior(STAGES - 1);
+        __syncwarp();  // what the other lanes have copied is there
+        uint4 *keys = ring_s + stage * 2 * TILE, *values = keys + TILE;
+        const int count = pos + 1 - first_key(tile);
+        if (count <= KEYS) {
+            if (count > 0 && lane < PACKS) {
+                keys[place<D>(count - 1, lane)] = k_new;
+                values[place<D>(count - 1, lane)] = v_new;
+                const long long row = (long long)pos * heads + head;
+                k_cache[row * PACKS + lane] = k_new;
+                v_cache[row * PACKS + lane] = v_new;
+            }
+            #pragma unroll
+            for (int u = 0; u < COPIES; ++u) {  // 0 times what happens to be there could be NaN
+                const int key = (32 * u + lane) / PACKS;
+                if (key >= count) values[place<D>(key, pack)] = uint4{};
+            }
+            __syncwarp();
         }
+        state.attend(keys, values, count, scale);
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    use(tile, tile == tiles - 1);
-
-    // The teams of the block become one.
-    __shared__ float m_s[TEAMS][G], l_s[TEAMS][G];
-    __shared__ __align__(16) float acc_s[TEAMS][G * D];
-    __shared__ bool last_s;
-    #pragma unroll
-    for (int g = 0; g < G; ++g) {
-        if (lane == 0) {
-            m_s[team][g] = m[g];
-            l_s[team][g] = l[g];
-        }
-        float4* to = reinterpret_cast<float4*>(acc_s[team] + g * D + lane * 8);
-        to[0] = make_float4(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
-        to[1] = make_float4(acc[g][4], acc[g][5], acc[g][6], acc[g][7]);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < G * D; i += 32 * WARPS) {
-        const int g = i / D;
-        float top = m_s[0][g], total = 0, y = 0;
-        #pragma unroll
-        for (int t = 1; t < TEAMS; ++t) top = fmaxf(top, m_s[t][g]);
-        #pragma unroll
-        for (int t = 0; t < TEAMS; ++t) {
-            const float weight = exp2f(m_s[t][g] - top);
-            total = fmaf(weight, l_s[t][g], total);
-            y = fmaf(weight, acc_s[t][i], y);
-        }
-        y /= total;
-        if (used == 1) o[head * G * D + i] = bf16(y);
-        else partial[(head * SPLITS + split) * G * D + i] = y;
-        if (used > 1 && i % D == 0) lse[(head * SPLITS + split) * G + g] = top + log2f(total);
-    }
-    if (used == 1) return;
-
-    // The last block of a head to come here merges the splits. The fence releases what the whole
-    // block has stored; the counter goes back to zero by itself.
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last_s = atomicInc(counters + head, used - 1) == used - 1;
-        __threadfence();
-    }
-    __syncthreads();
-    if (!last_s) return;
-    for (int i = threadIdx.x; i < G * D; i += 32 * WARPS) {
-        float score[SPLITS], part[SPLITS], top = -1e30f, total = 0, y = 0;
-        #pragma unroll
-        for (int s = 0; s < SPLITS; ++s) {  // all loads at once
-            const int at = head * SPLITS + min(s, used - 1);
-            score[s] = __ldcg(lse + at * G + i / D);
-            part[s] = __ldcg(partial + at * G * D + i);
-        }
-        #pragma unroll
-        for (int s = 0; s < SPLITS; ++s) {
-            if (s >= used) score[s] = -CUDART_INF_F;
-            top = fmaxf(top, score[s]);
-        }
-        #pragma unroll
-        for (int s = 0; s < SPLITS; ++s) {
-            const float weight = exp2f(score[s] - top);
-            total += weight;
-            y = fmaf(weight, part[s], y);
-        }
-        o[head * G * D + i] = bf16(y / total);
-    }
+    __syncwarp();
+    state.template finish<WARPS, STAGES * TILE * 8>(
+        o + head * G * D, reinterpret_cast<float*>(ring_packs),
+        parts + head * gridDim.y * G * (D + 1), G, split, used);
 }
 
 // A key that orders rows by their logit, and of equal ones the first row before the others, as
@@ -496,12 +411,12 @@ __global__ void __launch_bounds__(32 * WARPS) norm_head_kernel(
     stream_rows(even, w, row, N, lane);
     if (row + step < N) stream_rows(odd, w, row + step, N, lane);
     load_row(g, gain, lane);
-    previous_kernel();
+    previous_kernel<false>();
     load_row(b, x, lane);
     const float rstd = rstd_of<PACKS, 32>(b, eps);
     float h[PACKS][8];
     #pragma unroll
-    for (int i = 0; i < PACKS; ++i) normed(b[i], g[i], rstd, h[i]);
+    for (int i = 0; i < PACKS; ++i) unpack(normed(b[i], g[i], rstd), h[i]);
 
     unsigned long long top = 0;
     auto turn = [&](uint4 (&a)[ROWS][PACKS]) {
@@ -541,6 +456,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_head_kernel(
     }
 }
 """
+)
 
 
 @cache
@@ -556,10 +472,13 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     block: int
     args: tuple
+    shared: int = 0  # bytes
 
     def __call__(self, *, programmatic: bool = False) -> None:
         """Launch on torch's current stream; `programmatic`: it may start early. Needs a GPU."""
-        self.kernel.configure(self.grid, self.block, programmatic=programmatic)(*self.args)
+        self.kernel.configure(self.grid, self.block, self.shared, programmatic=programmatic)(
+            *self.args
+        )
 
 
 def blocks(n: int, size: int) -> tuple[int]:
@@ -641,20 +560,10 @@ def norm_gate_up(x: Tensor, gain: Tensor, w: Tensor, y: Tensor, eps: float) -> L
     return Launch(kernel, blocks(N, WARPS * PAIRS), WARPS * WARP, args)
 
 
-class Partials(NamedTuple):
-    """Memory in which the blocks of an attention launch meet. Every launch leaves zeros behind."""
-
-    partial: Tensor  # [H_kv, MOST_SPLITS, G·D] float32
-    lse: Tensor  # [H_kv, MOST_SPLITS, G] float32
-    counters: Tensor  # [H_kv] int32, zeros
-
-
-def new_partials(H: int, H_kv: int, D: int, device: torch.device) -> Partials:
-    """Memory for `attention`, which all layers use one after another."""
-    shape = (H_kv, MOST_SPLITS, H // H_kv)
-    partial = torch.empty((*shape[:2], shape[2] * D), dtype=torch.float32, device=device)
-    lse = torch.empty(shape, dtype=torch.float32, device=device)
-    return Partials(partial, lse, torch.zeros(H_kv, dtype=torch.int32, device=device))
+def new_parts(H: int, H_kv: int, D: int, device: torch.device) -> Tensor:
+    """EMPTY slots, in which the blocks of an attention launch meet; all layers use them."""
+    size = H_kv, MOST_SPLITS, H // H_kv * (D + 1)
+    return torch.full(size, decode_attention.EMPTY, dtype=torch.int32, device=device)
 
 
 def attention(
@@ -666,7 +575,7 @@ def attention(
     k_cache: Tensor,
     v_cache: Tensor,
     o: Tensor,
-    partials: Partials,
+    parts: Tensor,
     eps: float,
     sms: int,
 ) -> Launch:
@@ -687,19 +596,19 @@ def attention(
     check(torch.bfloat16, q_gain=(q_gain, (D,)), k_gain=(k_gain, (D,)))
     check(torch.bfloat16, k_cache=rows[0], v_cache=rows[1])
     check(torch.float32, cos_sin=(cos_sin, (len(cos_sin), D)))
-    check(torch.float32, partial=(partials.partial, (H_kv, MOST_SPLITS, G * D)))
-    check(torch.float32, lse=(partials.lse, (H_kv, MOST_SPLITS, G)))
-    check(torch.int32, position=(position, (1,)), counters=(partials.counters, (H_kv,)))
+    check(torch.int32, position=(position, (1,)))
+    check(torch.int32, parts=(parts, (H_kv, MOST_SPLITS, G * (D + 1))))
     if len(cos_sin) < S:
         raise ValueError(f"cos_sin has {len(cos_sin)} rows, the cache {S} slots")
-    tile = LOADS * WARPS * PIECE // D
-    splits = max(1, min(MOST_SPLITS, sms // H_kv, -(-S // tile)))
+    warps, keys = ATTENTION_WARPS, decode_attention.KEYS
+    splits = max(1, min(MOST_SPLITS, sms // H_kv, -(-S // (warps * keys))))
     # Fast maths: exp2 in one instruction, and no slow path for a division.
-    name = f"attention_kernel<{D}, {G}, {LOADS}, {MOST_SPLITS}, {WARPS}>"
+    name = f"attention_kernel<{D}, {G}, {STAGES}, {warps}>"
     kernel = cuda_kernel(name, use_fast_math=True)
-    memory = (qkv, q_gain, k_gain, cos_sin, position, k_cache, v_cache, o, *partials)
+    memory = (qkv, q_gain, k_gain, cos_sin, position, k_cache, v_cache, o, parts)
     args = (*memory, np.float32(D**-0.5 * LOG2_E), np.float32(eps))
-    return Launch(kernel, (H_kv, splits), WARPS * WARP, args)
+    ring = STAGES * 2 * warps * keys * D * k_cache.element_size()
+    return Launch(kernel, (H_kv, splits), warps * WARP, args, ring)
 
 
 def norm_head(

@@ -234,7 +234,7 @@ class DecodeStep(Step):
         eps, device, empty = config.rms_norm_eps, model.embed.device, model.embed.new_empty
         x, qkv, o = self.x, empty((H + 2 * H_kv) * D), empty(H * D)
         y = empty(config.intermediate_size)
-        partials = kernels.new_partials(H, H_kv, D, device)
+        parts = kernels.new_parts(H, H_kv, D, device)
         best = torch.zeros(1, dtype=torch.int64, device=device)
         counter = torch.zeros(1, dtype=torch.int32, device=device)
         here = self.tokens, self.position
@@ -244,7 +244,7 @@ class DecodeStep(Step):
             )
             yield kernels.attention(
                 qkv, w.q_norm, w.k_norm, cache.cos_sin, self.position, cache.k[i], cache.v[i], o,
-                partials, eps, sms,
+                parts, eps, sms,
             )  # fmt: skip
             yield kernels.gemv_residual(o, w.o, x, name="num_attention_heads * head_dim")
             yield kernels.norm_gate_up(x, w.post_norm, joined.gate_up, y, eps)
