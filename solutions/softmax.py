@@ -92,16 +92,20 @@ def comes_out_right(change, M: int):
     """A property: `change(x)` of a small float32 input comes out as the reference says."""
 
     def holds(kernel) -> str | None:
-        x = change(inputs(torch.float32, seed=1, M=M, N=600)[0])
-        try:
-            y = quietly(kernel, x)
-        except OverflowError:
-            return "exp overflows"
-        truth = reference(x.double())
-        if not torch.equal(y.isnan(), truth.isnan()):
-            return f"{int(y.isnan().sum())} values are NaN, wanted {int(truth.isnan().sum())}"
-        worst = (y - truth).abs().nan_to_num().max().item()
-        return None if worst <= 1e-5 else f"values are wrong by {worst:.2g}"
+        for N in (600, 31):  # with 31 columns, most threads of a block have none
+            x = change(inputs(torch.float32, seed=1, M=M, N=N)[0])
+            try:
+                y = quietly(kernel, x)
+            except OverflowError:
+                return "exp overflows"
+            truth = reference(x.double())
+            if not torch.equal(y.isnan(), truth.isnan()):
+                count, wanted = int(y.isnan().sum()), int(truth.isnan().sum())
+                return f"{N=}: {count} values are NaN, wanted {wanted}"
+            worst = (y - truth).abs().nan_to_num().max().item()
+            if worst > 1e-5:
+                return f"{N=}: values are wrong by {worst:.2g}"
+        return None
 
     return holds
 
@@ -161,7 +165,7 @@ SIZES = {
     # short rows, fewer than a Triton program takes and more; rows that fill a program, and almost.
     "test_sizes": tuple(
         {"M": m, "N": n}
-        for m, n in ((1, 1), (2, 31), (1, 127), (2, 129), (9, 128), (2, 1024), (2, 521))
+        for m, n in ((1, 1), (2, 31), (1, 127), (9, 128), (2, 1024), (2, 129), (2, 521))
     ),
     "empty_size": {"M": 0, "N": 8},
     "huge_size": {"M": 2**14 + 1, "N": 2**17},
@@ -169,8 +173,10 @@ SIZES = {
     "sweep": (
         *({"M": m, "N": n} for n, m in LONG.items()),
         *({"M": 4096, "N": n} for n in (128, 512, 1024)),
+        # Scores over 32k keys; 1,024 rows are 16 heads for each of 64 sequences.
         *({"M": m, "N": 32768} for m in (1, 64, 1024)),
-        *({"M": m, "N": 151936} for m in (1, 64)),  # logits of Qwen3, one and 64 sequences
+        # Logits of Qwen3 and of Llama 3, for one sequence and for 64.
+        *({"M": m, "N": n} for n in (151936, 128256) for m in (1, 64)),
     ),
     "dtypes": (torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
 }
@@ -192,6 +198,31 @@ def every_other_sum(x: Rows) -> Rows:
     """What a tree that stops one step early gives: the sum of columns 1, 3, 5, ... is lost."""
     e = torch.exp(x - x.amax(dim=1, keepdim=True))
     return e / e[:, ::2].sum(dim=1, keepdim=True)
+
+
+def wrong_axis(x: Rows) -> Rows:
+    """Columns that sum to 1. ValueError for one row: ones alone could be anything."""
+    if len(x) == 1:
+        raise ValueError("x has one row only")
+    return torch.softmax(x, dim=0)
+
+
+def of_own_columns(x: Rows, reduce) -> Rows:
+    """`reduce` over the columns of one thread, every THREADS-th, for each column of x."""
+    M, N = x.shape
+    columns = torch.nn.functional.pad(x, (0, -N % THREADS), value=NEG_INF).view(M, -1, THREADS)
+    return reduce(columns).expand_as(columns).reshape(M, -1)[:, :N]
+
+
+def own_maximum(x: Rows) -> Rows:
+    """What comes out when each thread subtracts the maximum of its own columns."""
+    e = torch.exp(x - of_own_columns(x, lambda h: h.amax(dim=1, keepdim=True)))
+    return e / e.sum(dim=1, keepdim=True)
+
+
+def own_sum(x: Rows) -> Rows:
+    """What comes out when each thread divides by the sum over its own columns."""
+    return torch.exp(x - of_own_columns(x, lambda h: h.logsumexp(dim=1, keepdim=True)))
 
 
 def padded_with_zeros(x: Rows) -> Rows:
@@ -216,8 +247,10 @@ SOFTMAX = lab.Problem(
     peers={"liger": liger_softmax, "quack": quack_softmax},
     suspects={
         "forgets to normalise": lambda x: torch.exp(x - x.amax(dim=1, keepdim=True)),
-        "softmax over the wrong axis": lambda x: torch.softmax(x, dim=0),
+        "softmax over the wrong axis": wrong_axis,
         "tree stops too early": every_other_sum,
+        "maximum of one thread": own_maximum,
+        "sum of one thread": own_sum,
         "wrong mask fill": padded_with_zeros,
         "wrong sign in the exponent": lambda x: reference(-x),
     },
@@ -333,13 +366,39 @@ def masked_logits_do_not_matter(kernel) -> str | None:
     return None if same else "what stands in a masked column changes the result"
 
 
-def tiles_far_below_zero(kernel) -> str | None:
+def masked_comes_out_right(change):
+    """A property: rows of three tiles come out right after `change(x, mask)`, which is in place."""
+
+    def holds(kernel) -> str | None:
+        x, mask = masked_inputs(torch.float32, seed=1, M=2, N=2 * TILE + 9)
+        change(x, mask)
+        error = (quietly(kernel, x, mask) - masked_reference(x.double(), mask)).abs().max().item()
+        wrong = "values are NaN" if math.isnan(error) else f"values are wrong by {error:.2g}"
+        return None if error <= 1e-5 else wrong
+
+    return holds
+
+
+def far_above_zero(x: Tensor, mask: Tensor) -> None:
+    """All logits near 1e4."""
+    x += 1e4
+
+
+def far_below_zero(x: Tensor, mask: Tensor) -> None:
     """All logits near -1e4, the largest in the last tile."""
-    x, mask = masked_inputs(torch.float32, seed=1, M=2, N=TILE + 9)
     x -= 1e4
     x[:, -1], mask[:, -1] = -9.99e3, True
-    error = (quietly(kernel, x, mask) - masked_reference(x.double(), mask)).abs().max().item()
-    return None if error <= 1e-5 else f"values are wrong by {error:.2g}"
+
+
+def largest_comes_first(x: Tensor, mask: Tensor) -> None:
+    """A first tile far above the others, and in row 1 nothing after it."""
+    x[:, :TILE] += 200
+    mask[1, TILE:] = False
+
+
+def below_any_stand_in(x: Tensor, mask: Tensor) -> None:
+    """All logits are the same, and lower than a number that might stand for -inf."""
+    x.fill_(-1e30)
 
 
 SOFTMAX_MASKED = lab.Problem(
@@ -351,8 +410,7 @@ SOFTMAX_MASKED = lab.Problem(
     terms=lambda M, N: N,
     # As above, and rows longer than a tile.
     test_sizes=(
-        *SIZES["test_sizes"][:5],
-        {"M": 2, "N": 1024},
+        *SIZES["test_sizes"][:-1],
         {"M": 2, "N": TILE},
         {"M": 1, "N": 2 * TILE + 5},
         {"M": 2, "N": TILE + 1},
@@ -381,7 +439,24 @@ SOFTMAX_MASKED = lab.Problem(
     },
     properties=(
         lab.Property(
-            "logits of size -1e4 give no NaN", "maximum starts too high", tiles_far_below_zero
+            "logits of size +1e4 give no NaN",
+            "no max-subtraction",
+            masked_comes_out_right(far_above_zero),
+        ),
+        lab.Property(
+            "logits of size -1e4 give no NaN",
+            "maximum starts too high",
+            masked_comes_out_right(far_below_zero),
+        ),
+        lab.Property(
+            "a maximum in the first tile counts to the end",
+            "forgets earlier maxima",
+            masked_comes_out_right(largest_comes_first),
+        ),
+        lab.Property(
+            "logits of size -1e30 still outweigh the mask",
+            "wrong mask fill",
+            masked_comes_out_right(below_any_stand_in),
         ),
         lab.Property("rows with nothing left are zeros", "empty row", empty_rows_are_zeros),
         lab.Property(
@@ -924,7 +999,7 @@ def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
     blocks, threads = cluster_shape(M, packs, per_thread)
     shared = per_thread * VECTOR_BYTES
     if threads > (most := min(MOST_THREADS, MOST_SHARED // shared)):
-        most *= MOST_BLOCKS * PACK_ELEMENTS
+        most = most * MOST_BLOCKS * PACK_ELEMENTS - ragged * per_pack
         raise ValueError(f"{N=} must be at most {most} in {x.dtype}: a cluster holds a whole row")
     CLUSTER_KERNELS[x.dtype, ragged].launch(
         M * blocks,
@@ -980,6 +1055,16 @@ TILED = lab.Exercise(
             "forgets to normalise",
             {"scale = float32(1) / part_s[0]": "scale = float32(1)"},
         ),
+        lab.Mutant(
+            "own_max",
+            "maximum of one thread",
+            {"    m = part_s[0]\n": ""},
+        ),
+        lab.Mutant(
+            "own_sum",
+            "sum of one thread",
+            {"scale = float32(1) / part_s[0]": "scale = float32(1) / total"},
+        ),
     ),
 )
 
@@ -1030,6 +1115,19 @@ ONLINE = lab.Exercise(
     ),
     mutants=(
         lab.Mutant("no_rescale", "missing rescale", {"l_i * alpha": "l_i"}),
+        lab.Mutant(
+            "no_max",
+            "no max-subtraction",
+            {
+                "l_i * alpha + tl.sum(tl.exp(x - safe)": "l_i + tl.sum(tl.exp(x)",
+                "tl.exp(x - safe) * scale": "tl.exp(x) * scale",
+            },
+        ),
+        lab.Mutant(
+            "tile_max",
+            "forgets earlier maxima",
+            {"tl.maximum(m_i, tl.max(x, axis=0))": "tl.max(x, axis=0)"},
+        ),
         lab.Mutant(
             "zeros",
             "wrong mask fill",
