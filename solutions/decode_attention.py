@@ -48,8 +48,8 @@ MAX_GROUP = 16  # query heads of a program; their sums must fit in registers
 WARPS, UNROLL = 8, 4
 LEAST = 32  # keys of a program; below that, merging costs more than it saves
 MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
-# Rung 5: a warp has KEYS keys of a tile, the rows of a product on the tensor cores, for up to COLUMNS
-# query heads. With 8 warps a tile is 64 KiB; the next is on its way while one is waited for or used.
+# Rung 5: a warp has KEYS keys of a tile, rows of a product on the tensor cores, for up to COLUMNS
+# query heads. With 8 warps a tile is 64 KiB; the next is on its way while one is used.
 KEYS, COLUMNS, STAGES = 16, 8, 2
 HEAD_SIZES = (64, 128)  # that rung 5 is written for
 EMPTY = -1  # as a float32 a NaN that no arithmetic gives
@@ -1156,21 +1156,29 @@ constexpr int MERGED = 8;  // parts that a thread asks for at once
 __device__ void put(unsigned* slot, unsigned bits) {
     __nv_atomic_store_n(slot, bits, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
 }
-// Waits for the numbers in `count` slots that are `step` apart, at most N.
+// Waits for what `count` blocks, at most N, put into slots that are `step` apart.
 template <int N>
-__device__ void take(float (&number)[N], unsigned* slot, int step, int count) {
+__device__ void take(
+    float (&value)[N], float (&lse)[N], unsigned* value_slot, unsigned* lse_slot, int step,
+    int count) {
+    auto look = [&](unsigned* slot, int n) {
+        return n < count ? __nv_atomic_load_n(
+                               slot + n * step, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE) : 0;
+    };
     bool there;
     do {
-        there = true;
-        unsigned bits[N];
+        unsigned bits[2][N];
         #pragma unroll
-        for (int n = 0; n < N; ++n)  // all loads before the first is waited for
-            bits[n] = n >= count ? 0 : __nv_atomic_load_n(
-                slot + n * step, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
+        for (int n = 0; n < N; ++n) {  // all loads before the first is waited for
+            bits[0][n] = look(value_slot, n);
+            bits[1][n] = look(lse_slot, n);
+        }
+        there = true;
         #pragma unroll
         for (int n = 0; n < N; ++n) {
-            there = there && bits[n] != EMPTY;
-            number[n] = __uint_as_float(bits[n]);
+            there = there && bits[0][n] != EMPTY && bits[1][n] != EMPTY;
+            value[n] = __uint_as_float(bits[0][n]);
+            lse[n] = __uint_as_float(bits[1][n]);
         }
     } while (!there);
 }
@@ -1180,7 +1188,8 @@ __device__ void take(float (&number)[N], unsigned* slot, int step, int count) {
 // from itself.
 struct Merge {
     float m = -1e30f, l = 0, sum = 0;
-    template <int N> __device__ void add(const float (&lse)[N], const float (&value)[N], int count) {
+    template <int N>
+    __device__ void add(const float (&lse)[N], const float (&value)[N], int count) {
         float top = m;
         #pragma unroll
         for (int n = 0; n < N; ++n) top = n < count ? fmaxf(top, lse[n]) : top;
@@ -1199,11 +1208,13 @@ struct Merge {
     __device__ float lse() const { return m + log2f(l); }
 };
 
-// A tile of 16 keys, and one of values, in shared memory: a row of D / 8 packs of 16 bytes is a key.
+// A tile of 16 keys, and one of values, in shared memory: a row is a key, D / 8 packs of 16 bytes.
 // The packs of a row are shuffled by the key's number: eight lanes that read the same pack of eight
 // keys find them in different banks.
 constexpr int KEYS = 16;
-template <int D> __device__ int place(int key, int pack) { return key * (D / 8) + (pack ^ key % 8); }
+template <int D> __device__ int place(int key, int pack) {
+    return key * (D / 8) + (pack ^ key % 8);
+}
 
 // What a warp knows of up to 8 heads after the keys so far. Heads are the columns in both products:
 // scores [KEYS, 8] = keys [KEYS, D] · queries [D, 8], and then
@@ -1266,8 +1277,8 @@ template <typename T, int D> struct Heads {
     }
 
     // Stores o [G, D], or tells the block that does. The block's warps meet in shared memory, acc_s
-    // [WARPS, APART >= 8·D]; `used` blocks in `parts`, a slot for each of G·D numbers and of the G
-    // lse of each block but the last, which finds all slots EMPTY before the end, and leaves them so.
+    // [WARPS, APART >= 8·D]; `used` blocks meet in `parts`, a slot for each of G·D numbers and of G
+    // lse of each block. The last one waits for the others', and leaves their slots EMPTY again.
     template <int WARPS, int APART>
     __device__ void finish(T* o, float* acc_s, unsigned* parts, int G, int split, int used) {
         __shared__ float lse_s[8][WARPS];
@@ -1312,8 +1323,8 @@ template <typename T, int D> struct Heads {
             for (int s = 0; s < used - 1; s += MERGED) {
                 float sent[MERGED], sent_lse[MERGED];
                 const int count = used - 1 - s;
-                take(sent, parts + s * part + i, part, count);
-                take(sent_lse, parts + s * part + G * D + g, part, count);
+                unsigned* from = parts + s * part;
+                take(sent, sent_lse, from + i, from + G * D + g, part, count);
                 whole.add(sent_lse, sent, count);
             }
             o[i] = T(whole.value());
@@ -1329,8 +1340,8 @@ ATTEND = (
     TENSOR_CORES
     + r"""
 // Block (h, split, b) attends to its share of the keys of sequence b and kv head h, for G <= 8
-// query heads: to tile `split`, and to every gridDim.y-th after it. `slots` says where keys lie, and
-// which may be read before the length is known.
+// query heads: to tile `split`, and to every gridDim.y-th after it. `slots` says where keys lie,
+// and which may be read before the length is known.
 //
 // A warp has KEYS keys of a tile. It copies them STAGES - 1 tiles ahead into a ring of its own, in
 // shared memory, and waits for no other warp before the end.
@@ -1373,6 +1384,10 @@ __device__ void attend(
         // Volatile, or the load and the wait for it would come before the first tile is asked for.
         length = min((int)*(const volatile int*)context_len, slots.most);
     }
+    unsigned* parts_here = parts + pair * splits * G * (D + 1);
+    if (threadIdx.x * 32 < G * (D + 1))  // where this block's part will go, into L2
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(
+            parts_here + split * G * (D + 1) + threadIdx.x * 32));
     Heads<T, D> heads;
     #pragma unroll
     for (int i = 0; i < PACKS; ++i)
@@ -1406,7 +1421,7 @@ __device__ void attend(
     __syncwarp();
     heads.template finish<WARPS, STAGES * TILE * 8>(
         o + pair * G * D, reinterpret_cast<float*>(ring_bytes),
-        parts + pair * splits * G * (D + 1), G, split, used);
+        parts_here, G, split, used);
 }
 """
 )
@@ -1489,8 +1504,8 @@ def decode_attention_pipelined(
     """Products on the tensor cores, keys through a ring, and blocks that send each other numbers.
 
     Rung 4's kernel does the work for float32, where D is not 64 or 128 or H / H_kv more than 8,
-    where q, k or v begin between two 16-byte vectors, and under the simulators. Arguments and errors
-    are those of rung 4.
+    where q, k or v begin between two 16-byte vectors, and under the simulators. Arguments and
+    errors are those of rung 4.
     """
     B, H, H_kv, S, D = check_args(q, k, v, context_lens, max_context, validate)
     if not takes(q, H_kv, B * S, k, v):

@@ -518,16 +518,17 @@ def rms_norm_residual_fused_kernel(
 
 
 def rms_norm_residual_fused(
-    x: Rows, residual: Rows, w: Gain, eps: float = EPS
+    x: Rows, residual: Rows, w: Gain, eps: float = EPS, *, out: tuple[Rows, Rows] | None = None
 ) -> tuple[Rows, Rows]:
     """The residual is added while the row is in registers: the sum is not read back.
 
-    Returns (y, new_residual). Errors as in rms_norm_fused; residual has the shape of x.
+    Returns (y, new_residual), which are `out` if that is given. Errors as in rms_norm_fused;
+    residual and both of `out` have the shape of x.
     """
     M, N = check_args(x, w, eps, residual=residual)
-    lab.check_contiguous(x=x, residual=residual, w=w)
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    new = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    y, new = (torch.empty_like(residual) for _ in range(2)) if out is None else out
+    check_args(x, w, eps, out_y=y, out_residual=new)
+    lab.check_contiguous(x=x, residual=residual, w=w, out_y=y, out_residual=new)
     if y.numel() == 0:
         return y, new
     if N <= SHORT:

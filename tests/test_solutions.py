@@ -207,6 +207,43 @@ def test_op_survives_compile_and_graph_capture(ladder, problem):
 
 
 @pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("which", ["test", "sweep"])
+@pytest.mark.parametrize(("ladder", "problem"), PROBLEMS, ids=ids(PROBLEMS))
+def test_op_given_its_memory_allocates_nothing_in_a_graph(ladder, problem, which):
+    module = importlib.import_module(f"solutions.{ladder.slug}")
+    op = getattr(module, problem.name)
+    names = inspect.signature(op).parameters
+    if "out" not in names:
+        pytest.skip("the op takes no output")
+    size = (problem.test_sizes if which == "test" else problem.sweep)[-1]
+    inputs = problem.inputs(torch.bfloat16, **size)
+    wanted = lab.outputs(op(*cloned(inputs)))
+    whole = len(wanted) > 1 and not problem.mutates
+    out = tuple(map(torch.empty_like, wanted)) if whole else torch.empty_like(wanted[0])
+    given = {"out": out}
+    if "workspace" in names:
+        make = getattr(module, f"{problem.name}_workspace")
+        args = inspect.signature(op).bind(*inputs).arguments
+        needs = [n for n, p in inspect.signature(make).parameters.items() if p.default is p.empty]
+        given["workspace"] = make(**{n: args[n] for n in needs})
+    op(*inputs, **given)
+    torch.cuda.synchronize()
+    graph, count = torch.cuda.CUDAGraph(), "allocation.all.allocated"
+    with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats()[count]
+        op(*inputs, **given)
+        assert torch.cuda.memory_stats()[count] == before
+    for seed in (7, 8):
+        fresh = problem.inputs(torch.bfloat16, seed=seed, **size)
+        for old, new in zip(inputs, fresh, strict=True):
+            if isinstance(old, torch.Tensor):
+                old.copy_(new)
+        graph.replay()
+        for g, w in zip(lab.outputs(out), lab.outputs(op(*fresh)), strict=False):
+            assert torch.equal(g, w)
+
+
+@pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 @pytest.mark.xdist_group("memory")  # `pytest -n 14 --dist loadgroup` runs them one after another
 @pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
 def test_offsets_do_not_wrap_past_2_to_31_elements(ladder, rung):
