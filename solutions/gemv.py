@@ -340,10 +340,9 @@ def w4_inputs(dtype: torch.dtype, seed: int = 0, *, M: int, N: int, K: int) -> t
     return x, w_q, (1 + 0.5 * scale.tanh()) / (4.6 * K**0.5)
 
 
-def unpacked(w_q: UInt8[Tensor, "N K/2"], swapped: bool = False) -> Int8[Tensor, "N K"]:
-    """The integers -8 … 7: even columns from the low nibbles, or the high ones if `swapped`."""
-    nibbles = (w_q >> 4, w_q & 15) if swapped else (w_q & 15, w_q >> 4)
-    return torch.stack(nibbles, -1).flatten(1).to(torch.int8) - 8
+def unpacked(w_q: UInt8[Tensor, "N K/2"]) -> Int8[Tensor, "N K"]:
+    """The integers -8 … 7: even columns from the low nibbles, odd ones from the high."""
+    return torch.stack((w_q & 15, w_q >> 4), -1).flatten(1).to(torch.int8) - 8
 
 
 def dequantised(w_q: UInt8[Tensor, "N K/2"], scale: Float[Tensor, "N G"]) -> Weights:
@@ -1129,6 +1128,7 @@ COALESCED = lab.Exercise(
     ),
 )
 
+LOAD_W = "w = deal(tl.load(w_ptr + offs_w, mask=mask, other=0.0), HALVINGS)\n"
 VECTORIZED = lab.Exercise(
     "gemv_vectorized",
     "gemv_vectorized_kernel",
@@ -1173,7 +1173,14 @@ VECTORIZED = lab.Exercise(
             "same token for every row",
             {"x_ptr + m * K + start": "x_ptr + start"},
         ),
+        lab.Mutant(
+            "reload",
+            "too much traffic",
+            {"        " + LOAD_W: "", "total = acc[m]\n": LOAD_W + "            total = acc[m]\n"},
+        ),
     ),
+    # Of the ledger: w once for all tokens. At the size that is counted, two programs read x.
+    gates={"bytes": 1.5},
 )
 
 W4 = lab.Exercise(
