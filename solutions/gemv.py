@@ -96,6 +96,16 @@ def without_last_piece(columns):
     return formula
 
 
+def last_piece_only(columns):
+    """The suspect that begins its sum again at each piece, where it should go on."""
+
+    def formula(x: Tensor, w: Tensor) -> Tensor:
+        first = (x.shape[1] - 1) // columns * columns
+        return reference(x[:, first:], w[:, first:])
+
+    return formula
+
+
 def tokens_are_independent(make):
     """A property: each row of x gives the same bits alone as among others."""
 
@@ -149,7 +159,9 @@ GEMV = lab.Problem(
         {"M": 1, "N": 151936, "K": 1024},  # Qwen3-0.6B's LM head
         *({"M": m, "N": 151936, "K": 1024} for m in (2, 4, 8)),
         *({"M": 8, "N": n, "K": k} for n, k in LAYERS),
-        *({"M": 1, "N": n, "K": k} for n, k in ((6144, 4096), (4096, 12288), (28672, 4096))),
+        {"M": 1, "N": 6144, "K": 4096},  # q, k and v of Qwen3-8B and Llama-3-8B
+        {"M": 1, "N": 4096, "K": 12288},  # Qwen3-8B's down
+        {"M": 1, "N": 28672, "K": 4096},  # Llama-3-8B's gate and up
     ),
     target=(
         *(
@@ -166,6 +178,9 @@ GEMV = lab.Problem(
         "last column left out": lambda x, w: reference(x[:, :-1], w[:, :-1]),
         # Without the last step, half = 1, the sums of columns 1, 3, 5, ... are lost.
         "tree stops too early": lambda x, w: reference(x[:, ::2], w[:, ::2]),
+        "one lane's sum only": lambda x, w: reference(x[:, ::WARP], w[:, ::WARP]),
+        "sum begins again at each step": last_piece_only(WARP),
+        "sum begins again at each piece": last_piece_only(PIECE_K),
         "same token for every row": lambda x, w: reference(x[:1].expand_as(x), w),
     },
     properties=(
@@ -233,7 +248,8 @@ def torchao_w8_weights(w_q: Tensor, scale: Tensor) -> Tensor:
 @cache
 def compiled_linear():
     """F.linear, compiled once for all weights of a shape."""
-    return torch.compile(lambda x, w: torch.nn.functional.linear(x, w), mode=COMPILE_MODE)
+    linear = torch.nn.functional.linear
+    return torch.compile(lambda x, w: linear(x, w), mode=COMPILE_MODE, dynamic=False)
 
 
 def torchao_w8(x: Tensor, w_q: Tensor, scale: Tensor) -> Tensor:
@@ -324,10 +340,9 @@ def w4_inputs(dtype: torch.dtype, seed: int = 0, *, M: int, N: int, K: int) -> t
     return x, w_q, (1 + 0.5 * scale.tanh()) / (4.6 * K**0.5)
 
 
-def unpacked(w_q: UInt8[Tensor, "N K/2"], swapped: bool = False) -> Int8[Tensor, "N K"]:
-    """The integers -8 … 7: even columns from the low nibbles, or the high ones if `swapped`."""
-    nibbles = (w_q >> 4, w_q & 15) if swapped else (w_q & 15, w_q >> 4)
-    return torch.stack(nibbles, -1).flatten(1).to(torch.int8) - 8
+def unpacked(w_q: UInt8[Tensor, "N K/2"]) -> Int8[Tensor, "N K"]:
+    """The integers -8 … 7: even columns from the low nibbles, odd ones from the high."""
+    return torch.stack((w_q & 15, w_q >> 4), -1).flatten(1).to(torch.int8) - 8
 
 
 def dequantised(w_q: UInt8[Tensor, "N K/2"], scale: Float[Tensor, "N G"]) -> Weights:
@@ -422,6 +437,15 @@ GEMV_W4A16 = lab.Problem(
     peers={"torch int4": torch_w4, "gemlite": gemlite_w4},
     suspects={
         "nibbles swapped": lambda x, w_q, scale: w4_reference(x, (w_q << 4) | (w_q >> 4), scale),
+        "highest nibble first": lambda x, w_q, scale: w4_reference(
+            x, ((w_q << 4) | (w_q >> 4)).unflatten(1, (-1, 4)).flip(2).flatten(1), scale
+        ),
+        "same columns of x for every word": lambda x, w_q, scale: w4_reference(
+            x.unflatten(1, (-1, 4, 8))[:, :, :1].expand(-1, -1, 4, -1).flatten(1), w_q, scale
+        ),
+        "one scale for several groups": lambda x, w_q, scale: w4_reference(
+            x, w_q, scale[:, :1].expand_as(scale)
+        ),
         "wrong group boundary": w4_late_groups,
         "scale applied before the sum, in few bits": lambda x, w_q, scale: (
             x @ dequantised(w_q, scale).half().to(x.dtype).T
@@ -676,7 +700,8 @@ def gemv_vectorized(
     y = output(x, N, out)
     if N > 0:
         vector = VECTOR_BYTES // x.itemsize
-        ROWS = 2 if N >= TWO_ROWS_N and M <= 2 else 1  # many tokens keep many sums in registers
+        # Many tokens keep many sums in registers. Simulated matrices are small, yet try both.
+        ROWS = 2 if M <= 2 and (N >= TWO_ROWS_N or config.ENABLE_CUDASIM) else 1
         gemv_vectorized_kernel[(triton.cdiv(N, ROWS),)](
             x,
             w,
@@ -847,8 +872,7 @@ def lane_columns(x_ptr, first, K: tl.constexpr, LANES: tl.constexpr, LANE: tl.co
 def field(word, two_23_bits, J: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr):
     """Field J of a 32-bit word, its BITS bits as an unsigned number minus ZERO, in float32.
 
-    Not shifted down and converted, but put into the low bits of 2²³ where it is: one bitwise
-    operation and one multiply-add, both exact. Only fields above bit 20 are moved down first.
+    It is put into the low bits of 2²³ where it is; only fields above bit 20 are moved down first.
     """
     DOWN: tl.constexpr = 12 * (J // 5) if BITS == 4 else 16 * (J // 2)
     PLACE: tl.constexpr = J * BITS - DOWN
@@ -1094,6 +1118,9 @@ COALESCED = lab.Exercise(
         ),
         lab.Mutant("short_tree", "tree stops too early", {"while half > 0:": "while half > 1:"}),
         lab.Mutant(
+            "no_tree", "one lane's sum only", {"rounded(sum_s[ty, 0], y)": "rounded(total, y)"}
+        ),
+        lab.Mutant(
             "local",
             "local index used for global",
             {"row = cuda.blockIdx.x * BLOCK_ROWS + ty": "row = ty"},
@@ -1101,17 +1128,19 @@ COALESCED = lab.Exercise(
     ),
 )
 
+LOAD_W = "w = deal(tl.load(w_ptr + offs_w, mask=mask, other=0.0), HALVINGS)\n"
 VECTORIZED = lab.Exercise(
     "gemv_vectorized",
     "gemv_vectorized_kernel",
     hints=(
         "The program has the rows `pid * ROWS` to `pid * ROWS + ROWS - 1` of w, `BLOCK_K` columns "
-        "at a time: a tile `[ROWS, BLOCK_K]`. Both K and N need a mask, and masked weights must be "
-        "zero.",
+        "at a time: a tile `[ROWS, BLOCK_K]`. Take `pid = tl.program_id(0).to(tl.int64)`: in 32 "
+        "bits, offsets would wrap at 2³¹. Both K and N need a mask; what is masked must be zero.",
         "`deal(tile, HALVINGS)` turns a tile into `VECTOR` smaller ones, `[ROWS, BLOCK_K // "
         "VECTOR]`: element (r, i) of part j is column `i * VECTOR + j`. Deal x out the same way.",
-        "Keep a tuple of M accumulators `[ROWS, BLOCK_K // VECTOR]` in float32. Each part of w "
-        "times the part of x with the same j goes to the accumulator of that token.",
+        "Keep a tuple of M accumulators `[ROWS, BLOCK_K // VECTOR]` in float32, made as `deal` "
+        "makes its tuples. A tuple cannot be changed, so each piece builds a new one. Each part of "
+        "w times the part of x with the same j goes to the accumulator of that token.",
         "Only at the end does `tl.sum(acc[m], axis=1)` bring the lanes of a row together.",
     ),
     mutants=(
@@ -1132,6 +1161,9 @@ VECTORIZED = lab.Exercise(
         ),
         lab.Mutant("off_by_one", "off by one", {"mask=offs_n < N)": "mask=offs_n < N - 1)"}),
         lab.Mutant(
+            "restart", "sum begins again at each piece", {"total = acc[m]": "total = 0 * acc[m]"}
+        ),
+        lab.Mutant(
             "one_program",
             "local index used for global",
             {"pid = tl.program_id(0)": "pid = (0 * tl.program_id(0))"},
@@ -1141,7 +1173,14 @@ VECTORIZED = lab.Exercise(
             "same token for every row",
             {"x_ptr + m * K + start": "x_ptr + start"},
         ),
+        lab.Mutant(
+            "reload",
+            "too much traffic",
+            {"        " + LOAD_W: "", "total = acc[m]\n": LOAD_W + "            total = acc[m]\n"},
+        ),
     ),
+    # Of the ledger: w once for all tokens. At the size that is counted, two programs read x.
+    gates={"bytes": 1.5},
 )
 
 W4 = lab.Exercise(
@@ -1160,6 +1199,9 @@ W4 = lab.Exercise(
     mutants=(
         lab.Mutant(
             "swapped", "nibbles swapped", {"two_23_bits, j,": "two_23_bits, j + 1 - 2 * (j % 2),"}
+        ),
+        lab.Mutant(
+            "one_scale", "one scale for several groups", {"(first // GROUP)": "(0 * first)"}
         ),
         lab.Mutant(
             "late_groups",
