@@ -289,7 +289,7 @@ def masked_inputs(dtype: torch.dtype, seed: int = 0, *, M: int, N: int) -> tuple
     They rise so that a running maximum is not found early.
     """
     x, coin = lab.randn((M, N), (M, N), dtype=dtype, seed=seed)
-    x += torch.linspace(0, 4, N, dtype=dtype, device=x.device)
+    x += torch.linspace(0, 4, N, device=x.device).to(dtype)
     mask = coin > -0.6745  # the lower quartile of a standard normal
     mask[:, :1] = True
     return x, mask
