@@ -1517,13 +1517,13 @@ GROUPED = lab.Exercise(
     hints=(
         "The program has kv head h of sequence b and the query heads h·G … h·G + G - 1. Key s of "
         "it begins ((b·S + s)·H_KV + h)·D elements in; its neighbour is H_KV·D further on. "
-        "context_lens[b] keys count, and S is only how many there is room for. A cache may have "
-        "more than 2³¹ numbers: make b an int64 before it is multiplied.",
+        "context_lens[b] keys count, and S is only how many there is room for. Make b an int64 "
+        "before it is multiplied: a cache may have 2³¹ numbers and more.",
         "`scale` holds log2 e as well: multiply q by it once, and tl.exp2 of a score is exp of the "
         "scaled product. Masked keys need a score of -inf: with 0 they would weigh something.",
         "For each head, m = max(m_i, largest score of the tile), alpha = exp2(m_i - m) and p = "
         "exp2(s - m). Both l_i and acc shrink by alpha before the tile's p and p·v are added. m_i "
-        "begins with LOWEST, which is below every score and can be subtracted from itself.",
+        "begins with LOWEST, below every score.",
         "A loop carries a tuple if every round makes a new one: m_new += (m,) for each head, then "
         "m_i = m_new. After the last tile o = acc / l_i; with an empty context l_i is 0.",
     ),
