@@ -23,7 +23,9 @@ from labkit.launch import kernels_of
 
 import inspect
 import math
+import tempfile
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +53,7 @@ MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
 # Rung 5: a warp has KEYS keys of a tile, rows of a product on the tensor cores, for up to COLUMNS
 # query heads. With 8 warps a tile is 64 KiB; the next is on its way while one is used.
 KEYS, COLUMNS, STAGES = 16, 8, 2
+MERGED = 8  # parts of a head that a thread asks for at once
 HEAD_SIZES = (64, 128)  # that rung 5 is written for
 EMPTY = -1  # as a float32 a NaN that no arithmetic gives
 MAX_SLOTS = 2**31 - 1  # it counts them in 32 bits
@@ -225,6 +228,38 @@ def templates_are_right(kernel) -> str | None:
     return None
 
 
+def sparse(*shape: int) -> Tensor:
+    """float32 zeros in a file that holds none of them, and 2^31 more in front, where offsets wrap.
+
+    Memory is taken only for what is touched. OSError where there can be no such file.
+    """
+    count = 2**31 + math.prod(shape)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4 * count)
+        whole = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=(count,)))
+    return whole[2**31 :].view(shape)
+
+
+def past_2_to_31(kernel) -> str | None:
+    """A sequence whose keys begin 2^31 numbers into the cache comes out right.
+
+    Under the simulators only: on a GPU such a cache takes gigabytes (Problem.huge_size).
+    """
+    if not lab.SIMULATED:
+        return None
+    S, D = 2**17, 2**14
+    try:
+        cache = sparse(2, S, 1, D)
+    except OSError:
+        return None
+    q, near = lab.randn((2, 1, D), (2, 3, 1, D), dtype=torch.float32, seed=1)
+    cache[:, :3] = near
+    context_lens = torch.tensor((2, 3), dtype=torch.int32)
+    wanted = reference(q.double(), near.double(), near.double(), context_lens)
+    error = (quietly(kernel, q, cache, cache, context_lens) - wanted).abs().amax(dim=(1, 2))
+    return None if error.max() <= 1e-5 else f"sequence {int(error.argmax())} of 2 is wrong"
+
+
 def of_head(x: Cache, head: Tensor) -> Cache:
     """The cache with a head for each query head, as `head` says."""
     return x[:, :, head]
@@ -236,14 +271,18 @@ def wrong_heads(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Querie
     return reference(q, of_head(k, head), of_head(v, head), context_lens)
 
 
-def without_rescale(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
-    """A suspect: what earlier tiles gave keeps the maximum that it was computed with."""
-    scores = scores_of(q, k, context_lens)
-    tops = torch.stack([tile.amax(dim=3) for tile in scores.split(TILE, dim=3)], dim=3)
-    tops = tops.cummax(dim=3).values.repeat_interleave(TILE, dim=3)[..., : k.shape[1]]
-    p = torch.exp(scores - tops)
-    o = torch.einsum("bhgs,bshd->bhgd", p / p.sum(dim=3, keepdim=True), v)
-    return o.flatten(1, 2)
+def without_rescale(values: bool, total: bool) -> Callable[..., Queries]:
+    """Suspects: what earlier tiles gave to o's values, or to their total, keeps its old maximum."""
+
+    def formula(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
+        scores = scores_of(q, k, context_lens)
+        tops = torch.stack([tile.amax(dim=3) for tile in scores.split(TILE, dim=3)], dim=3)
+        tops = tops.cummax(dim=3).values.repeat_interleave(TILE, dim=3)[..., : k.shape[1]]
+        stale, right = torch.exp(scores - tops), torch.exp(scores - tops[..., -1:])
+        p = (stale if values else right) / (stale if total else right).sum(dim=3, keepdim=True)
+        return torch.einsum("bhgs,bshd->bhgd", p, v).flatten(1, 2)
+
+    return formula
 
 
 def zeros_for_masked(q: Queries, k: Cache, v: Cache, context_lens: Lengths) -> Queries:
@@ -289,12 +328,13 @@ DECODE_ATTENTION = lab.Problem(
     terms=lambda B, H, H_kv, S, D, ragged=0: S + D,
     # One key; fewer keys than a warp has lanes, a tile and one beside, several splits and a rest;
     # one query head to a kv head, three (no power of two); D no power of two; one kv head for all;
-    # a head size that the C++ kernel takes. The last is run most often.
+    # a head size that the C++ kernel takes. The last is run most often, and seen by the lens: the
+    # tiles of its last sequence, of 74 keys, reach past the cache, and D is no power of two.
     test_sizes=(
         *sizes((1, 1, 1, 1, 4), (1, 4, 2, 31, 8), (1, 2, 1, 64, 8), (1, 6, 2, 65, 12)),
-        *sizes((2, 4, 2, 300, 8), (3, 2, 2, 130, 8), (2, 3, 1, 521, 8), ragged=1),
+        *sizes((2, 4, 2, 300, 12), (3, 2, 2, 130, 8), (2, 3, 1, 521, 8), ragged=1),
         *sizes((1, 2, 1, 777, 8), (1, 2, 1, 40, 64)),
-        *sizes((2, 2, 1, 75, 8), ragged=1),
+        *sizes((2, 2, 1, 77, 12), ragged=1),
     ),
     empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 16},
     huge_size={"B": 2, "H": 64, "H_kv": 64, "S": 2**18 + 1, "D": 128},
@@ -302,7 +342,7 @@ DECODE_ATTENTION = lab.Problem(
     sweep=(
         *({"B": 1, "S": s, **QWEN_SMALL} for s in (128, *CONTEXTS)),
         *({"B": b, "S": 4096, **QWEN_SMALL} for b in (2, 8, 64)),
-        *({"B": b, "S": 4096, "H": 32, "H_kv": 8, "D": 128} for b in (1, 32)),  # Llama-3-8B
+        *({"B": b, "S": 4096, "H": 32, "H_kv": 8, "D": 128} for b in (1, 32)),  # 8B models
     ),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
     ceiling="read",
@@ -331,7 +371,13 @@ DECODE_ATTENTION = lab.Problem(
             q, k, v, (n + 1).clamp(max=k.shape[1])
         ),
         "wrong mask fill": zeros_for_masked,
-        "missing rescale": without_rescale,
+        "missing rescale": without_rescale(values=True, total=True),
+        "missing rescale of acc": without_rescale(values=True, total=False),
+        "missing rescale of l_i": without_rescale(values=False, total=True),
+        "exp in place of exp2": lambda q, *rest: reference(q * LOG2_E, *rest),
+        "keys of another sequence": lambda q, k, v, n: reference(
+            q, k[:1].expand(k.shape), v[:1].expand(v.shape), n
+        ),
         "last partial split dropped": without_last_split,
         "splits weighed alike": equal_splits,
     },
@@ -342,6 +388,7 @@ DECODE_ATTENTION = lab.Problem(
         ),
         lab.Property("an empty context gives zeros", "empty context", empty_context),
         lab.Property("a workspace can be used again", "workspace left dirty", given_memory),
+        lab.Property("a cache may have 2^31 numbers and more", "int32 overflow", past_2_to_31),
         lab.Property(
             "every template is right",
             "an instance of a template is wrong",
@@ -1042,8 +1089,10 @@ def memory(
         if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, q.device):
             raise ValueError(
                 f"workspace.{name} is {x.dtype} {tuple(x.shape)} on {x.device}, must be {dtype} "
-                f"{shape} on {q.device}: make one with decode_attention_workspace"
+                f"{shape} on {q.device}: make one with decode_attention_workspace or "
+                "paged_kv_workspace, for this max_context"
             )
+        lab.check_contiguous(**{f"workspace.{name}": x})
     return out, workspace
 
 
@@ -1476,10 +1525,17 @@ def takes(q: Tensor, H_kv: int, slots: int, *caches: Tensor) -> bool:
 
 
 def ring_shape(B: int, H_kv: int, max_context: int) -> tuple[int, int]:
-    """Warps of rung 5's blocks, and blocks that share a context."""
-    warps = WARPS
-    most = SMS // max(1, B * H_kv)
-    return warps, max(1, min(most, triton.cdiv(max_context, warps * KEYS)))
+    """Warps of rung 5's blocks, and blocks that share a context.
+
+    Where SMs get several blocks each, 4 warps will do: together they have as much under way as one
+    block of 8. Otherwise 8, and contexts are shared out. One round of loads merges MERGED parts;
+    more of them than that take another trip, so each should have 4 tiles to save it again.
+    """
+    if B * H_kv > SMS:
+        return WARPS // 2, 1
+    tiles = triton.cdiv(max_context, WARPS * KEYS)
+    most = min(SMS // max(1, B * H_kv), tiles)
+    return WARPS, min(most, max(MERGED, tiles // 4))
 
 
 def ring_launcher(kernels: dict, q: Tensor, H_kv: int, max_context: int):
@@ -1529,11 +1585,13 @@ GROUPED = lab.Exercise(
     hints=(
         "The program has kv head h of sequence b and the query heads h·G … h·G + G - 1. Key s of "
         "it begins ((b·S + s)·H_KV + h)·D elements in; its neighbour is H_KV·D further on. "
-        "context_lens[b] keys count, and S is only how many there is room for.",
+        "context_lens[b] keys count, and S is only how many there is room for. Make b an int64 "
+        "before it is multiplied: a cache may have 2³¹ numbers and more.",
         "`scale` holds log2 e as well: multiply q by it once, and tl.exp2 of a score is exp of the "
         "scaled product. Masked keys need a score of -inf: with 0 they would weigh something.",
         "For each head, m = max(m_i, largest score of the tile), alpha = exp2(m_i - m) and p = "
-        "exp2(s - m). Both l_i and acc shrink by alpha before the tile's p and p·v are added.",
+        "exp2(s - m). Both l_i and acc shrink by alpha before the tile's p and p·v are added. m_i "
+        "begins with LOWEST, below every score.",
         "A loop carries a tuple if every round makes a new one: m_new += (m,) for each head, then "
         "m_i = m_new. After the last tile o = acc / l_i; with an empty context l_i is 0.",
     ),
@@ -1580,6 +1638,10 @@ GROUPED = lab.Exercise(
                 "q_ptr + (head + g) * D": "q_ptr + (b * H_KV * G + g * H_KV + h) * D",
                 "o_ptr + (head + g) * D": "o_ptr + (b * H_KV * G + g * H_KV + h) * D",
             },
+        ),
+        lab.Mutant("sum_kept", "missing rescale of l_i", {"l_i[g] * alpha": "l_i[g]"}),
+        lab.Mutant(
+            "int32", "int32 overflow", {"tl.program_id(1).to(tl.int64)": "tl.program_id(1)"}
         ),
         lab.Mutant(
             "half",

@@ -115,30 +115,31 @@ def full_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: 
     return contiguous.full_sdpa(q, gathered(k_cache, table), gathered(v_cache, table), lens)
 
 
-KEPT = WeakIdKeyDictionary()  # what peers prepare once for a cache
+# What peers prepare once for a cache.
+PIECES, PLANS, SLOTS = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
 
 def in_one_piece(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor
 ) -> Tensor:
     """Chapter 10's kernel on caches that were gathered beforehand."""
-    if k_cache not in KEPT:
-        KEPT[k_cache] = gathered(k_cache, table), gathered(v_cache, table)
-    return contiguous.decode_attention(q, *KEPT[k_cache], lens)
+    if k_cache not in PIECES:
+        PIECES[k_cache] = gathered(k_cache, table), gathered(v_cache, table)
+    return contiguous.decode_attention(q, *PIECES[k_cache], lens)
 
 
 def flashinfer_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor
 ) -> Tensor:
     """FlashInfer's batch decode over the same pages; its plan is made once."""
-    if k_cache not in KEPT:
+    if k_cache not in PLANS:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         page, H_kv, D = k_cache.shape[1:]
         used = (lens + page - 1) // page
         room = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
-        KEPT[k_cache] = BatchDecodeWithPagedKVCacheWrapper(room, "NHD")
-        KEPT[k_cache].plan(
+        PLANS[k_cache] = BatchDecodeWithPagedKVCacheWrapper(room, "NHD")
+        PLANS[k_cache].plan(
             torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32),
             table[table >= 0],
             lens - (used - 1) * page,
@@ -148,7 +149,15 @@ def flashinfer_paged(
             page,
             q_data_type=q.dtype,
         )
-    return KEPT[k_cache].run(q, (k_cache, v_cache))
+    return PLANS[k_cache].run(q, (k_cache, v_cache))
+
+
+def fa3_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """FlashAttention 3 over the same pages. Not every wheel of it was built with them."""
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    how = {"cache_seqlens": lens, "page_table": table}
+    return flash_attn_with_kvcache(q[:, None], k_cache, v_cache, **how)[:, 0]
 
 
 SMALL = {"B": 2, "H": 2, "H_kv": 1, "S": 90, "D": 8, "page": 16, "ragged": 1}
@@ -264,6 +273,25 @@ def given_memory(kernel) -> str | None:
     return None
 
 
+def past_2_to_31(kernel) -> str | None:
+    """A page that begins 2^31 numbers into the cache is found.
+
+    Under the simulators only: on a GPU such a cache takes gigabytes (Problem.huge_size).
+    """
+    if not lab.SIMULATED:
+        return None
+    try:
+        cache = contiguous.sparse(2**21 + 1, 16, 1, 64)
+    except OSError:
+        return None
+    q, cache[-1] = lab.randn((1, 2, 64), (16, 1, 64), dtype=torch.float32, seed=1)
+    table, context_lens = (torch.tensor(x, dtype=torch.int32) for x in ([[2**21]], [3]))
+    page = cache[-1:].double()
+    wanted = contiguous.reference(q.double(), page, page, context_lens)
+    error = (contiguous.quietly(kernel, q, cache, cache, table, context_lens) - wanted).abs().max()
+    return None if error <= 1e-5 else "page 2^21 is not found, where a page has 2^10 numbers"
+
+
 def wrong_heads(q: Queries, k_cache: Pages, v_cache: Pages, *rest: Tensor) -> Queries:
     """A suspect: query head h takes head h % H_kv, as if the heads of a group lay apart."""
     head = torch.arange(q.shape[1], device=q.device) % k_cache.shape[2]
@@ -302,7 +330,7 @@ PAGED_KV = lab.Problem(
         *sizes((1, 6, 2, 63, 12, 64), (2, 2, 1, 90, 8, 12)),
         *sizes((2, 2, 1, 300, 8, 64), (3, 2, 1, 130, 8, 256), ragged=1),
         *sizes((1, 2, 1, 40, 64, 16)),  # a head size that the C++ kernel takes
-        *sizes((2, 4, 2, 180, 8, 16), (2, 2, 1, 75, 8, 128), ragged=1),
+        *sizes((2, 4, 2, 180, 8, 16), (2, 2, 1, 77, 12, 128), ragged=1),
     ),
     empty_size={"B": 0, "H": 4, "H_kv": 2, "S": 8, "D": 8, "page": 4},
     huge_size={"B": 2, "H": 64, "H_kv": 64, "S": 2**18 + 1, "D": 128, "page": 64},
@@ -310,6 +338,8 @@ PAGED_KV = lab.Problem(
     sweep=(
         *({"B": 1, "S": s, **QWEN_SMALL, "page": 16} for s in (*CONTEXTS, 32768)),
         *({"B": b, "S": 4096, **QWEN_SMALL, "page": p} for b in (1, 32) for p in PAGES[1:]),
+        {"B": 64, "S": 4096, **QWEN_SMALL, "page": 16},
+        *({"B": b, "S": 4096, "H": 32, "H_kv": 8, "D": 128, "page": 16} for b in (1, 32)),  # 8B
     ),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),  # bf16 first: it is what is swept
     ceiling="read",
@@ -333,6 +363,7 @@ PAGED_KV = lab.Problem(
         "gather, SDPA full": full_sdpa,
         "contiguous": in_one_piece,
         "flashinfer": flashinfer_paged,
+        "fa3": fa3_paged,
     },
     suspects={
         "page-table aliasing": lambda q, k, v, table, n: reference(
@@ -358,6 +389,7 @@ PAGED_KV = lab.Problem(
             "the bits are those of chapter 10", "another order of sums", same_as_contiguous
         ),
         lab.Property("a workspace can be used again", "workspace left dirty", given_memory),
+        lab.Property("a cache may have 2^31 numbers and more", "int32 overflow", past_2_to_31),
     ),
 )  # fmt: skip
 
@@ -1014,6 +1046,7 @@ DIRECT = lab.Exercise(
             "last key left out",
             {"tl.load(context_lens_ptr + b)": "tl.maximum(tl.load(context_lens_ptr + b) - 1, 1)"},
         ),
+        lab.Mutant("int32", "int32 overflow", {"other=0).to(tl.int64)": "other=0)"}),
     ),
 )
 
@@ -1081,11 +1114,11 @@ def paged_kv_single_slots(
 ) -> Tensor:
     """The last rung on pages of one slot each, with a table that was made once."""
     page_size = k_cache.shape[1]
-    if block_table not in KEPT:
+    if block_table not in SLOTS:
         slot = torch.arange(page_size, dtype=torch.int32, device=block_table.device)
-        KEPT[block_table] = (block_table[:, :, None] * page_size + slot).flatten(1)
+        SLOTS[block_table] = (block_table[:, :, None] * page_size + slot).flatten(1)
     caches = (x.flatten(0, 1)[:, None] for x in (k_cache, v_cache))
-    return paged_kv_pipelined(q, *caches, KEPT[block_table], context_lens)
+    return paged_kv_pipelined(q, *caches, SLOTS[block_table], context_lens)
 
 
 LADDER = lab.Ladder(

@@ -67,6 +67,8 @@ def test_rung_compiles_for_every_architecture(ladder, rung):
 @pytest.mark.parametrize(("ladder", "exercise", "mutant"), MUTANTS, ids=ids(MUTANTS))
 def test_mutant_is_rejected_with_its_class(ladder, exercise, mutant):
     rung = ladder.rung(exercise.rung_name)
+    if mutant.bug == "int32 overflow" and not lab.SIMULATED:
+        pytest.skip("shown under the simulators, where a huge cache is a sparse file")
     with pytest.raises(lab.CheckFailed) as caught:
         lab.check(exercise.mutant(mutant.name, rung), ladder.problem_of(rung), gates=exercise.gates)
     assert caught.value.bug == mutant.bug, str(caught.value)
@@ -195,14 +197,14 @@ def test_op_survives_compile_and_graph_capture(ladder, problem):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = lab.outputs(plain(*inputs))
+        recorded = lab.outputs(plain(*inputs))
     fresh = problem.inputs(torch.bfloat16, seed=7, **problem.test_sizes[-1])
     for old, new in zip(inputs, fresh, strict=True):
         if isinstance(old, torch.Tensor):
             old.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
-    for got, want in zip(captured, lab.outputs(plain(*fresh)), strict=True):
+    for got, want in zip(recorded, lab.outputs(plain(*fresh)), strict=True):
         assert torch.equal(got, want)
 
 
