@@ -54,12 +54,18 @@ class Run:
     changed: tuple[int, ...] = ()  # positions of inputs that were modified
 
 
+def _canary(dtype: torch.dtype, pattern: dict[int, int]) -> int:
+    """What a band holds. An index read from one is followed, so those of inputs point nearby."""
+    index = pattern is _INPUT and dtype in (torch.int32, torch.int64)
+    return -1 if index else pattern[dtype.itemsize]
+
+
 def _banded(like: torch.Tensor, pattern: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor with the shape and strides of `like`, and the buffer round it, full of `pattern`."""
     extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
     extent = extent if like.numel() else 0
     whole = torch.empty(extent + 2 * BAND, dtype=like.dtype, device=like.device)
-    bits(whole).fill_(pattern[like.element_size()])
+    bits(whole).fill_(_canary(like.dtype, pattern))
     return whole.as_strided(like.shape, like.stride(), BAND), whole
 
 
@@ -68,7 +74,7 @@ def _damage(name: str, whole: torch.Tensor, pattern: dict[int, int]) -> list[Dam
     found = []
     raw = bits(whole)  # before flip, which makes every byte of a bool tensor 0 or 1
     for side, band in (("before", raw[:BAND].flip(0)), ("after", raw[-BAND:])):
-        wrong = (band != pattern[whole.element_size()]).nonzero()
+        wrong = (band != _canary(whole.dtype, pattern)).nonzero()
         if wrong.numel():
             found.append(Damage(name, side, int(wrong[0]), wrong.numel()))
     return found
