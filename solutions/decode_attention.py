@@ -1328,6 +1328,7 @@ template <typename T, int D> struct Heads {
     // Stores o [G, D], or tells the block that does. The block's warps meet in shared memory, acc_s
     // [WARPS, APART >= 8·D]; `used` blocks meet in `parts`, a slot for each of G·D numbers and of G
     // lse of each block. The last one waits for the others', and leaves their slots EMPTY again.
+    // It can: blocks start in the order of their numbers, so the others are running or done.
     template <int WARPS, int APART>
     __device__ void finish(T* o, float* acc_s, unsigned* parts, int G, int split, int used) {
         __shared__ float lse_s[8][WARPS];
