@@ -11,16 +11,17 @@ copied by them. The memory is the caller's, and the same in every step.
 
 Rounding. What Transformers writes to memory is rounded to bfloat16 here too: norm(x) before the
 gain and after it, every projection, q and k after norm, after each product of the rotation and
-after its sum, o, silu(gate), silu(gate) · up, both residual sums, and the logits. Sums, softmax
-and its weights stay in float32 (attention's weights, too: that is how SDPA does it).
+after its sum, o, silu(gate), silu(gate) · up, both residual sums, and the logits. Attention's
+weights are, too: the tensor cores take them so, as in SDPA. Sums and softmax stay in float32.
 
-Dependent launch. With `programmatic`, a kernel starts while the one before it still works. So each
-asks for its weights first, into registers, then waits for the kernel before it, then reads what
-that one wrote. When it lets the next kernel start, it has waited itself: whatever ran before the
-kernel before is finished. So before its wait, a kernel may read all but the output of its direct
-predecessor: weights, gains, the rotation's table, the position, older rows of K and V, and the
-residual x where the kernel before leaves x alone. It may write nothing. Below sm_90 nothing of
-this exists, and the order of loads stays the same.
+Dependent launch. With `programmatic`, a kernel starts while the ones before it still work. So each
+asks for its weights first, then waits for the kernel before it, then reads what
+that one wrote. No kernel ends before it has waited, and none writes before: so whoever has seen its
+predecessor end comes after all kernels before that. Before its wait, a kernel reads only what none
+of them may still write: weights, gains and the rotation's table, and in attention the position and
+the older rows of K and V. Those are of the step before, which has ended: the first kernel of a step
+lets the next one start only when it has waited itself, all others in a layer at once. Below sm_90
+nothing of this exists, and the order of loads stays the same.
 
 Shapes   x [hidden], qkv [(H + 2·H_kv)·D], o [H·D], y [intermediate], logits [V]: one token
          weights [out, in]; k_cache, v_cache [S, H_kv, D]; cos_sin [S, D] float32, as in chapter 04
@@ -334,20 +335,21 @@ __global__ void __launch_bounds__(32 * WARPS) attention_kernel(
     #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) ask(split + i * used, i);
     const uint4 q_gains = q_gain[pack], k_gains = k_gain[pack];
-    float turn[2][8];
+    alignas(16) float turn[2][8];  // cosines and sines
     #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float* row = cos_sin + (long long)pos * D + pack % (PACKS / 2) * 8 + j;
-        turn[0][j] = row[0];
-        turn[1][j] = pack < PACKS / 2 ? -row[D / 2] : row[D / 2];
-    }
-    const uint4 cosine = rounded_pairs(turn[0]), sine = rounded_pairs(turn[1]);
+    for (int j = 0; j < 4; ++j)
+        reinterpret_cast<float4*>(turn)[j] = reinterpret_cast<const float4*>(
+            cos_sin + (long long)pos * D + j / 2 * (D / 2) + pack % (PACKS / 2) * 8)[j % 2];
     previous_kernel<true>();
 
     const int mine = min(lane / PACKS, G - 1);  // a head of the group
     const uint4 q_raw = qkv[(head * G + mine) * PACKS + pack];
     const uint4 k_raw = qkv[(heads * G + head) * PACKS + pack];
     const uint4 v_new = qkv[(heads * (G + 1) + head) * PACKS + pack];
+    __syncwarp();  // all loads go out before the arithmetic
+    #pragma unroll
+    for (int j = 0; j < 8; ++j) turn[1][j] = pack < PACKS / 2 ? -turn[1][j] : turn[1][j];
+    const uint4 cosine = rounded_pairs(turn[0]), sine = rounded_pairs(turn[1]);
     q_s[warp][mine][pack] = norm_rope<PACKS>(q_raw, q_gains, cosine, sine, eps);
     const uint4 k_new = norm_rope<PACKS>(k_raw, k_gains, cosine, sine, eps);
     __syncwarp();
