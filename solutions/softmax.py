@@ -1273,7 +1273,9 @@ LADDER = lab.Ladder(
             attempt="no cluster: two passes over tiles in Triton, the second from the row's end",
             expected="the rows under way, some 35 MB, fit in L2, so the second read need not go "
             "to memory: at most 10 % more time",
-            cause="TODO(cause)",
+            cause="The second read does come from L2: it adds less time than memory would need "
+            "for it. But L2 takes its time too, and until a row is read twice none of it "
+            "is written.",
         ),
         lab.Rejected(
             softmax_split,
@@ -1282,7 +1284,7 @@ LADDER = lab.Ladder(
             "them and writes",
             expected="all of x passes through L2 before the second read, so it goes to memory: "
             "three passes for two, 1.5 times as long",
-            cause="TODO(cause)",
+            cause="As expected: the second launch reads all of x again, and from memory.",
         ),
     ),
 )
