@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from solutions import decode_attention as da
+from solutions import _decode_attention as da
 
 START, LIMIT = time.time(), 38
 P, MODEL = da.DECODE_ATTENTION, da.QWEN_SMALL
