@@ -5,6 +5,7 @@ nbval compares every cell's output with the committed one. Two cell tags say whe
 """
 
 import os
+import sys
 
 import pytest
 
@@ -26,6 +27,12 @@ def pytest_configure(config):
             config.option.nbval_current_env = True
         if config.option.nbval_cell_timeout == 2000:
             config.option.nbval_cell_timeout = CELL_TIMEOUT_S
+
+
+def pytest_runtest_teardown():
+    """Give a GPU's memory back: tests that run beside this one need it."""
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def pytest_collectstart(collector):

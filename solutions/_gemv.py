@@ -42,6 +42,7 @@ VECTOR_BYTES = 16  # the widest load a thread can issue
 PIECE_K = 1024  # rung 4: columns that a warp takes at a time; in bf16, four vectors a lane
 TWO_ROWS_N = 16384  # rung 4: from here there are warps enough for two rows each
 BLOCK_WARPS = 8  # rung 5: warps of a block; up to all of them share a row
+ROWS = 4096  # of weights that the references dequantise at a time: all, in float64, are gigabytes
 LANE_LOADS = 4  # rung 5: vectors of a row that a lane asks for before it uses the first
 SMALL = 2**25  # rung 5: bytes of w; 12 MB want many warps with two loads, 311 MB fewer with more
 W8_ROWS, W8_WARPS = 4, 2  # rung 6: rows of a program, so loads of w in a lane; its warps
@@ -211,8 +212,9 @@ def w8_inputs(dtype: torch.dtype, seed: int = 0, *, M: int, N: int, K: int) -> t
 
 
 def w8_reference(x: Tokens, w_q: Int8[Tensor, "N K"], scale: Float[Tensor, " N"]) -> Tensor:
-    """The product with the weights that the integers stand for."""
-    return x @ (scale[:, None] * w_q).T
+    """The product with the weights that the integers stand for, ROWS of them at a time."""
+    parts = zip(w_q.split(ROWS), scale.split(ROWS), strict=True)
+    return torch.cat([x @ (s[:, None] * q).T for q, s in parts], dim=1)
 
 
 def w8_library(x: Tokens, w_q: Int8[Tensor, "N K"], scale: Float[Tensor, " N"]) -> Tensor:
@@ -352,8 +354,9 @@ def dequantised(w_q: UInt8[Tensor, "N K/2"], scale: Float[Tensor, "N G"]) -> Wei
 
 
 def w4_reference(x: Tokens, w_q: UInt8[Tensor, "N K/2"], scale: Float[Tensor, "N G"]) -> Tensor:
-    """The product with the weights that the nibbles stand for."""
-    return x @ dequantised(w_q, scale).T
+    """The product with the weights that the nibbles stand for, ROWS of them at a time."""
+    parts = zip(w_q.split(ROWS), scale.split(ROWS), strict=True)
+    return torch.cat([x @ dequantised(q, s).T for q, s in parts], dim=1)
 
 
 def w4_library(x: Tokens, w_q: UInt8[Tensor, "N K/2"], scale: Float[Tensor, "N G"]) -> Tensor:

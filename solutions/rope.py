@@ -11,7 +11,7 @@ rounds them to the dtype of x, rounds each product, and rounds the sum. So do al
 Shapes   q [T, H, D], k [T, H_kv, D], cos_sin [P, D] float32: row p holds the D/2 cosines of
          position p, then its sines; positions [T] int32 or int64 -> q [T, H, D], k [T, H_kv, D]
          fused: also v [T, H_kv, D], weights [D], slot_mapping [T], and caches [S, H_kv, D], whose
-         rows slot_mapping it writes
+         rows slot_mapping it writes; -1 skips a token
 Cost     read and write q and k, read a row of the table per token:
          2·T·(H + H_kv)·D·itemsize + 4·T·D bytes, for 3 FLOPs an element: bandwidth bound
 Source   Su et al. 2021, arXiv:2104.09864, §3.4.2; the casts are those of apply_rotary_pos_emb and
