@@ -27,7 +27,8 @@ RUNS = 100
 FLUSH_BYTES = 512 << 20  # several times the largest L2
 COPY_BELOW = 64 << 20  # bytes
 ROTATED_BYTES = 512 << 20  # of inputs, in a graph
-GRAPH_CALLS = 50  # at least; a graph's own launch is spread over them
+GRAPH_CALLS = 50  # or as many as take GRAPH_S: then the launch of the graph does not count
+GRAPH_S = 2e-3
 MAX_BACKLOG = 20  # flushes in front of one call: 2 ms, more than any launcher needs
 READ_BLOCK = 8192  # floats that a program of the read ceiling sums
 COMPILE_MODE = "max-autotune-no-cudagraphs"
@@ -174,10 +175,19 @@ def _in_graphs(functions: Mapping[str, Callable], inputs: tuple, work: Work, run
     """Seconds per call of `runs` replays of a graph of each function; see `Problem.timing`."""
     sets = max(2, -(-ROTATED_BYTES // work.bytes))
     sets = [inputs] + [cloned(inputs) for _ in range(sets - 1)]
-    calls = len(sets) * -(-GRAPH_CALLS // len(sets))
-    graphs = {name: captured(fn, sets, calls) for name, fn in functions.items()}
+    graphs, calls = {}, {}
+    for name, fn in functions.items():
+        graphs[name], calls[name] = captured(fn, sets, len(sets)), len(sets)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for event in (start, end):
+            graphs[name].replay()
+            event.record()
+        torch.cuda.synchronize()
+        if start.elapsed_time(end) * 1e-3 < GRAPH_S:
+            calls[name] = len(sets) * -(-GRAPH_CALLS // len(sets))
+            graphs[name] = captured(fn, sets, calls[name])
     times = interleaved({name: graph.replay for name, graph in graphs.items()}, runs)
-    return {name: [t / calls for t in took] for name, took in times.items()}
+    return {name: [t / calls[name] for t in took] for name, took in times.items()}
 
 
 def _peak_memory(fn: Callable, inputs: tuple) -> int:
