@@ -240,11 +240,15 @@ def record(options) -> int:
     from labkit.record import record as record_ladder
 
     ladder = _chapter(options.chapter)
-    counts = _gpu_tests(ladder.slug)
-    print(f"{ladder.slug}: {counts['passed']} GPU tests passed, {counts['failed']} failed")
-    if counts["failed"]:
-        raise Fault(f"{ladder.slug}: not recorded, since GPU tests fail")
-    path = record_ladder(ladder, gpu_tests=counts)
+
+    def gpu_tests() -> dict[str, int]:
+        counts = _gpu_tests(ladder.slug)
+        print(f"{ladder.slug}: {counts['passed']} GPU tests passed, {counts['failed']} failed")
+        if counts["failed"]:
+            raise Fault(f"{ladder.slug}: not recorded, since GPU tests fail")
+        return counts
+
+    path = record_ladder(ladder, gpu_tests=gpu_tests)
     print(f"wrote {path}")
     for notebook in (n for n in notebooks() if slug_of(n) == ladder.slug):
         execute(notebook)

@@ -88,19 +88,34 @@ def cases(problem: Problem) -> list[tuple[torch.dtype, dict]]:
 
 
 def record(
-    ladder: Ladder, *, folder: Path = RESULTS, gpu_tests: dict | None = None, log: Callable = print
+    ladder: Ladder,
+    *,
+    folder: Path = RESULTS,
+    gpu_tests: Callable[[], dict[str, int]],
+    log: Callable = print,
 ) -> Path:
-    """Time everything and write `<device>/<slug>.json`. Needs a GPU.
+    """Test and time everything, and write `<device>/<slug>.json`. Needs a GPU.
 
-    What is timed at one size goes to `<device>/<slug>.part` at once. A recording that was stopped
-    starts again with those, if the code, the GPU and the packages are still the same.
+    `gpu_tests` runs the chapter's tests and returns their counts, or raises. These, and what is
+    timed at one size, go to `<device>/<slug>.part` at once. A recording that was stopped starts
+    again with those, if the code, the GPU and the packages are still the same.
     """
     if SIMULATED:
         raise RuntimeError("record needs a GPU: a simulator is never timed")
     device, versions = _device(), _versions()
     part = folder / DEVICE.slug / f"{ladder.slug}.part"
     same = {"code": _code(), "gpu": [device["name"], device["driver"]], "versions": versions}
-    timings = _resumed(part, same, ladder)
+    before = _resumed(part, same, ladder)
+    if before:
+        log(f"  tests: {before['gpu_tests']['passed']} passed before the stop")
+    tests = before["gpu_tests"] if before else gpu_tests()
+    timings = before["timings"] if before else []
+
+    def keep() -> None:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"same": same, "gpu_tests": tests, "timings": timings}))
+
+    keep()
     for problem in ladder.problems:
         for dtype, size in cases(problem):
             if any(_is(t, problem, dtype, size) for t in timings):
@@ -111,8 +126,7 @@ def record(
             best = min(group, key=lambda t: t.p50_s)
             log(f"  {problem.name} {dtype_name(dtype)} {size}: best {best.rung}")
             timings += [_as_json(t) for t in group]
-            part.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"same": same, "timings": timings}))
+            keep()
     data = {
         "schema": 1,
         "slug": ladder.slug,
@@ -123,7 +137,7 @@ def record(
         "target": {"text": "", "met": False, "bars": []},
         "timings": timings,
         "rejected": [_rejected(ladder, r) for r in ladder.rejected],
-        "gpu_tests": gpu_tests or {"passed": 0, "failed": 0, "skipped": 0},
+        "gpu_tests": tests,
     }
     if facts := [p.facts for p in ladder.problems if p.facts]:
         data["model"] = {name: fact for own in facts for name, fact in own(log).items()}
@@ -144,19 +158,19 @@ def _is(timing: Mapping, problem: Problem, dtype: torch.dtype, size: Mapping) ->
     return (timing["problem"], timing["dtype"], timing["size"]) == case
 
 
-def _resumed(part: Path, same: Mapping, ladder: Ladder) -> list[dict]:
-    """Timings of a stopped recording, compared with the ceilings of this one."""
+def _resumed(part: Path, same: Mapping, ladder: Ladder) -> dict | None:
+    """Tests and timings of a stopped recording, these compared with the ceilings of this one."""
     try:
         before = json.loads(part.read_text())
     except (OSError, ValueError):  # none, or stopped while it was written
-        return []
+        return None
     if before["same"] != same:
-        return []
+        return None
     problems = {p.name: p for p in ladder.problems}
     for t in before["timings"]:
         work, dtype = Work(t["bytes"], t["flops"]), getattr(torch, t["dtype"])
         t["fraction_of_ceiling"] = floor(work, dtype, problems[t["problem"]].ceiling) / t["p50_s"]
-    return before["timings"]
+    return before
 
 
 def target(ladder: Ladder, measured: Results) -> dict:

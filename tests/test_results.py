@@ -174,7 +174,11 @@ def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):
     from labkit.results import Timing
 
     ladder, _ = lab.find("vector_add")
-    timed, lines = [], []
+    timed, tested, lines = [], [], []
+
+    def gpu_tests():
+        tested.append(ladder.slug)
+        return {"passed": 7, "failed": 0, "skipped": 1}
 
     def measure(versions, problem, dtype, size, runs=100):
         if len(timed) == stop_after:
@@ -197,7 +201,7 @@ def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "versions_of", versions_of)
 
     def started():
-        return record.record(ladder, folder=tmp_path, log=lines.append)
+        return record.record(ladder, folder=tmp_path, gpu_tests=gpu_tests, log=lines.append)
 
     stop_after = 3
     with pytest.raises(KeyboardInterrupt):
@@ -209,7 +213,9 @@ def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):
         (p.name, d, tuple(s.items())) for p in ladder.problems for d, s in record.cases(p)
     ]
     assert timed[: len(everything)] == everything, "each size once, in spite of the stop"
-    assert sum("before the stop" in line for line in lines) == 3
+    assert sum("before the stop" in line for line in lines) == 1 + 3, "the tests, and three sizes"
+    assert len(tested) == 1
+    assert json.loads(path.read_text())["gpu_tests"]["passed"] == 7
     assert validate(path) is None
     assert list(path.parent.iterdir()) == [path], "nothing else is left behind"
     first = json.loads(path.read_text())["timings"][0]
@@ -224,3 +230,4 @@ def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):
     stop_after = None
     started()
     assert timed[: len(everything)] == everything, "other code: all over again"
+    assert len(tested) == 3
