@@ -20,9 +20,9 @@ then reads what that one wrote. No kernel ends before it has waited, and none wr
 whoever has seen its predecessor end comes after all kernels before that. Before its wait, a kernel
 reads only what none of those still at work may write: weights, gains and the rotation's table, and
 in attention the position and the older rows of K and V. Those are of the step before, which has
-ended: the first kernel of a step and the head let the next one start only when they have waited
-themselves, all others at once. Below sm_90 nothing of this exists, and the order of loads stays the
-same.
+ended: the first kernel of a step lets the next one start only when it has waited itself. So does
+the head; all others do at once. Below sm_90 nothing of this exists, and the order of loads stays
+the same.
 
 Shapes   x [hidden], qkv [(H + 2·H_kv)·D], o [H·D], y [intermediate], logits [V]: one token
          weights [out, in]; k_cache, v_cache [S, H_kv, D]; cos_sin [S, D] float32, as in chapter 04
