@@ -300,7 +300,7 @@ __device__ uint4 norm_rope(uint4 x, uint4 gain, uint4 cosine, uint4 sine, float 
 }
 
 // Block (head, split) attends for the G query heads of a kv head: to tile `split` of the context
-// and to every `used`-th after it, as chapter 10's last kernel does. A warp has KEYS keys of a tile.
+// and to every `used`-th after it, as chapter 10's last kernel does. A warp has KEYS keys of each.
 // Those before the position are on their way from the cache before the kernel before has finished;
 // the key at the position comes from that kernel, and the warp that has it puts it into the cache.
 template <int D, int G, int STAGES, int WARPS>

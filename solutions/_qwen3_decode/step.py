@@ -210,9 +210,10 @@ class OpsStep(Step):
 class DecodeStep(Step):
     """Five launches a layer and one for the head, on memory that is allocated here, once.
 
-    `dependent`: each kernel may start while the one before it works, and asks for its weights (or
-    older keys and values) before that one ends. ModelError for sizes that the kernels do not take, TypeError for
-    weights that are not bfloat16, ValueError for `dependent` below compute capability 9.0.
+    `dependent`: each kernel may start while the one before it works, and asks for its weights, or
+    older keys and values, before that one ends. ModelError for sizes that the kernels do not take,
+    TypeError for weights that are not bfloat16, ValueError for `dependent` below compute capability
+    9.0.
     """
 
     def __init__(self, model: Model, cache: Cache, *, dependent: bool = False) -> None:
