@@ -187,9 +187,7 @@ QWEN3_DECODE = lab.Problem(
         bars.seconds("qwen3_decode_chained", 650e-6, dtype="bfloat16", context=512),
         bars.seconds("qwen3_decode_dependent", 550e-6, dtype="bfloat16", context=512),
         bars.seconds("qwen3_decode_dependent", 800e-6, dtype="bfloat16", context=8192),
-        bars.ratio(
-            "qwen3_decode_dependent", "torch.compile", 0.2, dtype="bfloat16", context=512
-        ),
+        bars.ratio("qwen3_decode_dependent", "torch.compile", 0.2, dtype="bfloat16", context=512),
         lab.Bar(
             f"qwen3_decode_dependent passes the gate, with {gate.AGREEMENT:.0%} agreement",
             agreement,
