@@ -227,6 +227,11 @@ def generate(options) -> int:
             write(options.prompt, options.model, options.tokens, options.dtype)
         except ModelError as why:
             raise Fault(str(why)) from None
+        except BrokenPipeError:  # whoever reads the text, such as `head`, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except KeyboardInterrupt:  # the user has
+            print()
+            return 130
     except ModuleNotFoundError as why:
         raise Fault(f"{why.name} is not installed: pip install 'kernel-ladder[model]'") from None
     return 0

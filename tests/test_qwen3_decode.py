@@ -535,6 +535,7 @@ def test_a_template_cannot_run_code_and_its_failure_is_one_line():
     ("how", "message"),
     [
         ({"prompt": ""}, "prompt='': write at least one character"),
+        ({"prompt": "\udcff"}, r"prompt='\\udcff': not UTF-8"),
         ({"prompt": "9 bottles " * 40}, r"the prompt has \d+ tokens, the cache 64 slots"),
         ({"model": "no/such/folder"}, "model='no/such/folder': no such folder, and no hub id"),
         ({"model": "smal"}, "model='smal': no such folder, and no hub id"),

@@ -351,3 +351,20 @@ def test_table_of_the_rotation_is_that_of_the_cache():
     k = torch.zeros(3, 7, 2, 32, device=lab.DEVICE.torch)
     wanted = rope.cos_sin_table(7, 32, 1e4)
     assert torch.equal(measure.cache_over(model, k, k).cos_sin, wanted)
+
+
+def test_bars_read_the_gate_and_the_first_token():
+    def stored(opt_in, *agreements):
+        gates = [
+            {"rung": "qwen3_decode_dependent", "opt_in": opt_in, "scores": {"agreement": a}}
+            for a in agreements
+        ]
+        other = {"rung": "qwen3_decode_naive", "opt_in": True, "scores": {"agreement": None}}
+        times = {(128, "plan"): 1.0, (128, dispatch.TRANSFORMERS): 4.0}
+        times |= {(512, "plan"): 3.0, (512, dispatch.TRANSFORMERS): 4.0}
+        rows = [{"T": T, "name": name, "p50_s": s} for (T, name), s in times.items()]
+        return Results({"model": {"gates": [*gates, other], "prefill": {"first_token": rows}}})
+
+    assert ladder.agreement(stored(False, 1.0, 0.995)) == 0.995
+    assert ladder.agreement(stored(True, 1.0, 0.995)) == 0
+    assert ladder.first_token(stored(False, 1.0)) == 0.75

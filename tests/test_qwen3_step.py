@@ -49,6 +49,7 @@ SIZES = {
 }
 WAIT = "ACQBULK"  # griddepcontrol.wait in the assembler's language
 SM_REGISTERS = 65536
+SM_SHARED = 226 * 1024  # bytes of sm_90's 228 KiB; the rest for the small arrays
 
 
 def model_of(config, dtype=torch.bfloat16):
@@ -153,7 +154,10 @@ def test_weights_are_asked_for_before_the_wait(arch):
 
 
 def test_a_kernel_has_room_beside_the_one_before():
-    """A block of the next kernel must fit into an SM beside those of this one, to load early."""
+    """A block of the next kernel must fit into an SM beside those of this one, to load early.
+
+    Of shared memory, only attention's ring counts: the others' is a few bytes.
+    """
     sequence = planned(REAL)[:8]  # a layer and the start of the next
     registers = {k.name: -(-code_of(k, "sm_90")[0] // 8) * 8 for k in kernels_of(REAL)}
     for now, following in pairwise(sequence):
@@ -161,6 +165,7 @@ def test_a_kernel_has_room_beside_the_one_before():
         used = blocks * now.block * registers[now.kernel.name]
         more = following.block * registers[following.kernel.name]
         assert used + more <= SM_REGISTERS, f"{now.kernel.name} and {following.kernel.name}"
+        assert blocks * now.shared + following.shared <= SM_SHARED
 
 
 @pytest.mark.parametrize(
@@ -203,6 +208,19 @@ def test_without_a_gpu_a_step_says_so():
         step.run()
     with pytest.raises(RuntimeError, match="needs a GPU"):
         step.capture()
+
+
+def test_chapters_attention_gets_its_memory_once():
+    """Else every launch in a graph would have another one before it, to fill that memory."""
+    model = model_of(replace(SMALL, hidden_size=64, vocab_size=67), torch.float32)
+    op = started(OpsStep, model, 0, 12)[0].ops.decode_attention
+    assert op.keywords["workspace"].partial.shape[:2] == (1, SMALL.num_attention_heads)
+
+    def mine(*args):
+        raise AssertionError("not called here")
+
+    ops = {"decode_attention": mine}  # a reader's op is called with what it knows
+    assert started(OpsStep, model, 0, 12, ops=ops)[0].ops.decode_attention is mine
 
 
 def test_chapters_ops_follow_the_reference():

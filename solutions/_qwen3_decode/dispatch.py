@@ -37,6 +37,7 @@ GPU_ONLY = ("graph", "sdpa_cudnn")
 ROUNDS = 20  # runs of each version, one a round
 # A candidate must save this fraction, and twice what two medians of one plan differ by.
 MARGIN = 0.005
+TRANSFORMERS = "Transformers, SDPA"  # in tables
 PROMPTS = 4  # that the gate looks at: one last token alone says little
 LEAST_KL = 1e-9  # nats: what float32's own rounding gives
 
@@ -202,7 +203,7 @@ def compare(model: Model, plan: Plan, rounds: int = 2 * ROUNDS) -> tuple[FirstTo
     cache = new_cache(model.config, plan.T, model.embed.dtype, model.embed.device)
     calls = {"plain torch": Prefill(model, cache), "plan": Prefill(model, cache, [plan])}
     if find_spec("transformers"):
-        calls["Transformers, SDPA"] = transformers_prefill(model)
+        calls[TRANSFORMERS] = transformers_prefill(model)
     took = time_to_first_token(
         {name: lambda run=run: run(tokens) for name, run in calls.items()}, rounds
     )

@@ -67,9 +67,13 @@ def as_chat(template: str, prompt: str) -> str:
 
 
 def prompt_tokens(tokenizer: Tokenizer, template: str | None, prompt: str) -> list[int]:
-    """Token ids of a prompt. ModelError if it is empty."""
+    """Token ids of a prompt. ModelError if it is empty, or no text."""
     if not prompt:
         raise ModelError("prompt='': write at least one character")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise ModelError(f"{prompt=}: not UTF-8") from None
     if template is None:
         return tokenizer.encode(prompt).ids
     return tokenizer.encode(as_chat(template, prompt), add_special_tokens=False).ids

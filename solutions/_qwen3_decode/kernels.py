@@ -15,13 +15,14 @@ after its sum, o, silu(gate), silu(gate) · up, both residual sums, and the logi
 weights are, too: the tensor cores take them so, as in SDPA. Sums and softmax stay in float32.
 
 Dependent launch. With `programmatic`, a kernel starts while the ones before it still work. So each
-asks for its weights first, then waits for the kernel before it, then reads what
-that one wrote. No kernel ends before it has waited, and none writes before: so whoever has seen its
-predecessor end comes after all kernels before that. Before its wait, a kernel reads only what none
-of them may still write: weights, gains and the rotation's table, and in attention the position and
-the older rows of K and V. Those are of the step before, which has ended: the first kernel of a step
-lets the next one start only when it has waited itself, all others in a layer at once. Below sm_90
-nothing of this exists, and the order of loads stays the same.
+asks for its weights first, or for the older keys and values, then waits for the kernel before it,
+then reads what that one wrote. No kernel ends before it has waited, and none writes before: so
+whoever has seen its predecessor end comes after all kernels before that. Before its wait, a kernel
+reads only what none of those still at work may write: weights, gains and the rotation's table, and
+in attention the position and the older rows of K and V. Those are of the step before, which has
+ended: the first kernel of a step lets the next one start only when it has waited itself. So does
+the head; all others do at once. Below sm_90 nothing of this exists, and the order of loads stays
+the same.
 
 Shapes   x [hidden], qkv [(H + 2·H_kv)·D], o [H·D], y [intermediate], logits [V]: one token
          weights [out, in]; k_cache, v_cache [S, H_kv, D]; cos_sin [S, D] float32, as in chapter 04
@@ -51,7 +52,7 @@ PACK = 8  # bfloat16 numbers in 16 bytes, the widest load a thread can issue
 PIECE = WARP * PACK  # columns of a row for which a warp needs one load
 WARPS = 8  # of a block, in all kernels but the head
 # Rows of W in a warp. Its registers hold all of them before the wait, and beside the blocks of one
-# kernel, those of the next must fit into an SM's 65,536 registers, or its loads come late: hence
+# kernel, one of the next must fit into an SM's 65,536 registers, or its loads come late: hence
 # these, and the limits of __launch_bounds__ and __maxnreg__ below. Fewer warps also norm x fewer
 # times.
 QKV_ROWS, PAIRS, HEAD_ROWS = 4, 3, 2
@@ -299,7 +300,7 @@ __device__ uint4 norm_rope(uint4 x, uint4 gain, uint4 cosine, uint4 sine, float 
 }
 
 // Block (head, split) attends for the G query heads of a kv head: to tile `split` of the context
-// and to every `used`-th after it, as chapter 10's last kernel does. A warp has KEYS keys of a tile.
+// and to every `used`-th after it, as chapter 10's last kernel does. A warp has KEYS keys of each.
 // Those before the position are on their way from the cache before the kernel before has finished;
 // the key at the position comes from that kernel, and the warp that has it puts it into the cache.
 template <int D, int G, int STAGES, int WARPS>
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(32 * WARPS) attention_kernel(
     uint4* ring_s = ring_packs + warp * (STAGES * 2 * TILE);
     const int pos = __ldcg(position);  // written by the last kernel of the step before
     const int tiles = pos / (WARPS * KEYS) + 1, used = min((int)gridDim.y, tiles);
-    if (split >= used) return;
+    if (split >= used) return;  // block 0 of each head stays, and waits: so the kernel does
 
     auto first_key = [&](int tile) { return (tile * WARPS + warp) * KEYS; };  // of the warp
     auto ask = [&](int tile, int stage) {

@@ -75,6 +75,19 @@ def of_norm(change):
     return formula
 
 
+def without_stride(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor) -> tuple:
+    """The row that begins at number `token` of the table, not at row `token`."""
+    first = int(tokens[position])
+    x = embed.flatten()[None, first : first + embed.shape[1]]
+    return rms_norm.reference(x, w), x
+
+
+def normed_row(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor) -> tuple:
+    """The second output is the norm without the gain, instead of the row."""
+    x = embed[tokens[position]]
+    return rms_norm.reference(x, w), rms_norm.reference(x, torch.ones_like(w))
+
+
 EMBED_NORM = lab.Problem(
     name="embed_norm",
     inputs=inputs,
@@ -109,6 +122,11 @@ EMBED_NORM = lab.Problem(
         "takes the first token": of_row(lambda tokens, position: tokens[:1]),
         "takes the next token": of_row(lambda tokens, position: tokens[position + 1]),
         "takes the token before": of_row(lambda tokens, position: tokens[position - 1]),
+        "forgets the length of a row": without_stride,
+        "stores the norm for the row": normed_row,
+        "multiplies by the rms": of_norm(
+            lambda x, w: w * x * (x.square().mean(1, keepdim=True) + EPS).sqrt()
+        ),
         "forgets the gain": of_norm(lambda x, w: rms_norm.reference(x, torch.ones_like(w))),
         "forgets eps": of_norm(lambda x, w: rms_norm.reference(x, w, 0.0)),
         "sum instead of mean": of_norm(
@@ -204,6 +222,21 @@ EXERCISE = lab.Exercise(
             "takes the token before",
             {"tl.load(tokens_ptr + position)": "tl.load(tokens_ptr + position - 1)"},
         ),
+        lab.Mutant(
+            "no_stride",
+            "forgets the length of a row",
+            {"token * N + offs": "token + offs"},
+        ),
+        lab.Mutant(
+            "normed_row",
+            "stores the norm for the row",
+            {
+                "    tl.store(x_ptr + offs, x, mask=mask)\n": "",
+                "    tl.store(h_ptr": "    tl.store(x_ptr + offs, wide * rstd, mask=mask)\n"
+                "    tl.store(h_ptr",
+            },
+        ),
+        lab.Mutant("times", "multiplies by the rms", {"tl.rsqrt": "tl.sqrt"}),
         lab.Mutant(
             "padded_mean", "mean over the padded width", {") / N + eps": ") / BLOCK_N + eps"}
         ),

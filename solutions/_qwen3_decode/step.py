@@ -23,7 +23,7 @@ from __future__ import annotations
 import labkit as lab
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -176,6 +176,11 @@ class OpsStep(Step):
                 raise ValueError(f"op name={name!r} is not one of: {', '.join(OPS)}")
         super().__init__(model, cache)
         self.ops = SimpleNamespace(**{**OPS, **ops})
+        if self.ops.decode_attention is decode_attention.decode_attention:
+            # In a graph, each of its launches would else get memory of its own, and fill it first.
+            k, H, D = cache.k[:1], model.config.num_attention_heads, model.config.head_dim
+            memory = decode_attention.decode_attention_workspace(k.new_empty((1, H, D)), k)
+            self.ops.decode_attention = partial(self.ops.decode_attention, workspace=memory)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -205,9 +210,10 @@ class OpsStep(Step):
 class DecodeStep(Step):
     """Five launches a layer and one for the head, on memory that is allocated here, once.
 
-    `dependent`: each kernel may start while the one before it works, and has its weights in
-    registers when that one ends. ModelError for sizes that the kernels do not take, TypeError for
-    weights that are not bfloat16, ValueError for `dependent` below compute capability 9.0.
+    `dependent`: each kernel may start while the one before it works, and asks for its weights, or
+    older keys and values, before that one ends. ModelError for sizes that the kernels do not take,
+    TypeError for weights that are not bfloat16, ValueError for `dependent` below compute capability
+    9.0.
     """
 
     def __init__(self, model: Model, cache: Cache, *, dependent: bool = False) -> None:
