@@ -113,6 +113,7 @@ class Device:
     sms: int = 0
     l2_bytes: int = 0
     memory_bytes: int = 0
+    shared_bytes: int = 0  # of shared memory, at most, for one block
 
     @property
     def slug(self) -> str:
@@ -132,6 +133,7 @@ def _find_device() -> Device:
         p.multi_processor_count,
         p.L2_cache_size,
         p.total_memory,
+        p.shared_memory_per_block_optin,
     )
 
 

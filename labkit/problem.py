@@ -98,7 +98,7 @@ class Problem:
     measure: Callable[..., list] | None = None
     """Times versions in place of `labkit.bench.measure`, with its parameters: for a whole model,
     whose tokens come one after another."""
-    facts: Callable[[Callable], Mapping] | None = None
+    facts: Mapping[str, Callable[[Callable], object]] = field(default_factory=dict)
     """What a recording keeps beside the times, under "model". Takes the function that logs."""
 
     def __post_init__(self) -> None:

@@ -109,11 +109,12 @@ def record(
     if before:
         log(f"  tests: {before['gpu_tests']['passed']} passed before the stop")
     tests = before["gpu_tests"] if before else gpu_tests()
-    timings = before["timings"] if before else []
+    timings, model = (before["timings"], before["model"]) if before else ([], {})
 
     def keep() -> None:
+        done = {"same": same, "gpu_tests": tests, "timings": timings, "model": model}
         part.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"same": same, "gpu_tests": tests, "timings": timings}))
+        part.write_text(json.dumps(done))
 
     keep()
     for problem in ladder.problems:
@@ -127,6 +128,10 @@ def record(
             log(f"  {problem.name} {dtype_name(dtype)} {size}: best {best.rung}")
             timings += [_as_json(t) for t in group]
             keep()
+    for name, found in {n: f for p in ladder.problems for n, f in p.facts.items()}.items():
+        if name not in model:
+            model[name] = found(log)
+            keep()
     data = {
         "schema": 1,
         "slug": ladder.slug,
@@ -139,8 +144,8 @@ def record(
         "rejected": [_rejected(ladder, r) for r in ladder.rejected],
         "gpu_tests": tests,
     }
-    if facts := [p.facts for p in ladder.problems if p.facts]:
-        data["model"] = {name: fact for own in facts for name, fact in own(log).items()}
+    if model:
+        data["model"] = model
     data["target"] = target(ladder, Results(data))
     path = save(data, folder)
     part.unlink(missing_ok=True)

@@ -58,6 +58,7 @@ HEAD_SIZES = (64, 128)  # that rung 5 is written for
 EMPTY = -1  # as a float32 a NaN that no arithmetic gives
 MAX_SLOTS = 2**31 - 1  # it counts them in 32 bits
 SMS = lab.DEVICE.sms or 132  # compile cards are made without a device, for an H200
+SHARED = (lab.DEVICE.shared_bytes or 227 * 1024) - 8 * 1024  # for a ring; the rest is for less
 SIMULATED = bool(config.ENABLE_CUDASIM)
 Queries, Cache = Float[Tensor, "B H D"], Float[Tensor, "B S H_kv D"]
 Lengths = Int32[Tensor, " B"]
@@ -1385,10 +1386,8 @@ template <typename T, int D> struct Heads {
     }
 };
 """
-# Chapter 11 puts a kernel of its own behind this.
-ATTEND = (
-    TENSOR_CORES
-    + r"""
+# Chapter 11 puts a kernel of its own behind these two.
+RING = r"""
 // Block (h, split, b) attends to its share of the keys of sequence b and kv head h, for G <= 8
 // query heads: to tile `split`, and to every gridDim.y-th after it. `slots` says where keys lie,
 // and which may be read before the length is known.
@@ -1474,7 +1473,7 @@ __device__ void attend(
         parts_here, G, split, used);
 }
 """
-)
+ATTEND = TENSOR_CORES + RING
 PIPELINED = (
     ATTEND
     + r"""
@@ -1525,7 +1524,17 @@ def takes(q: Tensor, H_kv: int, slots: int, *caches: Tensor) -> bool:
     return known and slots <= MAX_SLOTS and not (SIMULATED or late)
 
 
-def ring_shape(B: int, H_kv: int, max_context: int) -> tuple[int, int]:
+def ring_bytes(warps: int, row_bytes: int) -> int:
+    """Shared memory for a block's ring; a key takes `row_bytes` in a head."""
+    return STAGES * 2 * warps * KEYS * row_bytes
+
+
+def warps_for(row_bytes: int) -> int:
+    """Warps of a block that shares a context: 8, or 4 on GPUs with less shared memory."""
+    return WARPS if ring_bytes(WARPS, row_bytes) <= SHARED else WARPS // 2
+
+
+def ring_shape(B: int, H_kv: int, max_context: int, row_bytes: int) -> tuple[int, int]:
     """Warps of rung 5's blocks, and blocks that share a context.
 
     Where SMs get several blocks each, 4 warps will do: together they have as much under way as one
@@ -1534,17 +1543,18 @@ def ring_shape(B: int, H_kv: int, max_context: int) -> tuple[int, int]:
     """
     if B * H_kv > SMS:
         return WARPS // 2, 1
-    tiles = triton.cdiv(max_context, WARPS * KEYS)
+    warps = warps_for(row_bytes)
+    tiles = triton.cdiv(max_context, warps * KEYS)
     most = min(SMS // max(1, B * H_kv), tiles)
-    return WARPS, min(most, max(MERGED, tiles // 4))
+    return warps, min(most, max(MERGED, tiles // 4))
 
 
 def ring_launcher(kernels: dict, q: Tensor, H_kv: int, max_context: int):
     """The instance of `kernels` for q, ready for its arguments."""
     B, _, D = q.shape
-    warps, splits = ring_shape(B, H_kv, max_context)
-    ring = STAGES * 2 * warps * KEYS * D * q.itemsize
-    return kernels[q.dtype, D, warps][(H_kv, splits, B), WARP * warps, ring]
+    warps, splits = ring_shape(B, H_kv, max_context, D * q.itemsize)
+    shared = ring_bytes(warps, D * q.itemsize)
+    return kernels[q.dtype, D, warps][(H_kv, splits, B), WARP * warps, shared]
 
 
 def decode_attention_pipelined(

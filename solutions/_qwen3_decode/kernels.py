@@ -61,9 +61,7 @@ MOST_PACKS = 4  # loads a row in a lane: with more, that many rows do not fit in
 # Warps that share a row of the o and the down projection: the first number that fits.
 SHARES = (2, 4, 8, 1)
 SHARE_PACKS = 6  # loads a row in a lane there
-# Attention: warps of a block, tiles in its ring, and blocks that share a context. With 8 kv heads
-# there is one for nearly every SM of an H200.
-ATTENTION_WARPS, STAGES, MOST_SPLITS = 8, 2, 16
+MOST_SPLITS = 16  # blocks that share a context: with 8 kv heads, one for nearly every SM of an H200
 HEAD_SIZES, GROUPS = (64, 128), (1, 2)  # a warp norms as many heads of 128 at once
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x only
 
@@ -603,15 +601,16 @@ def attention(
     check(torch.int32, parts=(parts, (H_kv, MOST_SPLITS, G * (D + 1))))
     if len(cos_sin) < S:
         raise ValueError(f"cos_sin has {len(cos_sin)} rows, the cache {S} slots")
-    warps, keys = ATTENTION_WARPS, decode_attention.KEYS
+    row_bytes = D * k_cache.element_size()
+    warps, keys = decode_attention.warps_for(row_bytes), decode_attention.KEYS
     splits = max(1, min(MOST_SPLITS, sms // H_kv, -(-S // (warps * keys))))
     # Fast maths: exp2 in one instruction, and no slow path for a division.
-    name = f"attention_kernel<{D}, {G}, {STAGES}, {warps}>"
+    name = f"attention_kernel<{D}, {G}, {decode_attention.STAGES}, {warps}>"
     kernel = cuda_kernel(name, use_fast_math=True)
     memory = (qkv, q_gain, k_gain, cos_sin, position, k_cache, v_cache, o, parts)
     args = (*memory, np.float32(D**-0.5 * LOG2_E), np.float32(eps))
-    ring = STAGES * 2 * warps * keys * D * k_cache.element_size()
-    return Launch(kernel, (H_kv, splits), warps * WARP, args, ring)
+    shared = decode_attention.ring_bytes(warps, row_bytes)
+    return Launch(kernel, (H_kv, splits), warps * WARP, args, shared)
 
 
 def norm_head(
