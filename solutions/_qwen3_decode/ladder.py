@@ -15,7 +15,7 @@ from __future__ import annotations
 import labkit as lab
 from labkit import bars
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
