@@ -50,6 +50,7 @@ STALE = 4.0  # in all slots past the context: zeros would hide that someone look
 TEXT = SMALL / HELD_OUT  # what the small model was not trained on
 # Rungs of which Python launches every kernel are slow: so they get fewer prompts.
 FEWER = {"numba": 8, "torch": 32, "triton": 32}
+SHORTER = {"torch": 128}  # and these write fewer tokens than FREE: a step takes Python 50 ms
 
 
 @dataclass(frozen=True)
@@ -283,12 +284,14 @@ def gates(
     last: int = LAST,
     free: int = FREE,
     fewer: Mapping[str, int] | None = None,
+    shorter: Mapping[str, int] | None = None,
 ) -> dict[str, Gate]:
     """The gate of several rungs, by name: the references read each prompt once for all of them.
 
     `prompts` are token ids [T + 1]: T that are read, the last `last` of them by the rung, and one
     that follows. `weights` says what model it is. A rung named in `fewer` reads that many prompts.
-    A rung with a graph also writes `free` tokens, or as many as the model has positions for.
+    A rung with a graph also writes `free` tokens, one named in `shorter` that many, or as many as
+    the model has positions for.
     ValueError for a model that is not in bfloat16, or a prompt too short for `last`.
     """
     config, device = model.config, model.embed.device
@@ -298,7 +301,8 @@ def gates(
     if min(read_lengths) <= last:
         raise ValueError(f"a prompt of {min(read_lengths)} tokens is too short for {last=}")
     shortest = read_lengths.index(min(read_lengths))
-    longest, fewer, full = max(read_lengths), fewer or {}, cast(model, torch.float32)
+    longest, full = max(read_lengths), cast(model, torch.float32)
+    fewer, shorter = fewer or {}, shorter or {}
     S = min(longest + free, config.max_position_embeddings)
     judged = {name: Judged(build, model, S, fewer.get(name)) for name, build in builds.items()}
     caches = [new_cache(config, longest, t, device) for t in (torch.float32, torch.bfloat16)]
@@ -309,9 +313,9 @@ def gates(
         bf16 = read(model, tokens[:-1], caches[1], last)
         truth = Truth.of(tokens[-last:], exact, bf16[0])
         float32.add(truth, exact[0], exact[0].argmax(1), None)
-        for rung in judged.values():
+        for name, rung in judged.items():
             if n == shortest and rung.eager is not rung.step:
-                rung.write(tokens, caches[1], last, free)
+                rung.write(tokens, caches[1], last, shorter.get(name, free))
             if rung.fewer is not None and n >= rung.fewer:
                 continue
             rung.allowance.add(truth, bf16[0], bf16[0].argmax(1), bf16[1])
@@ -342,6 +346,7 @@ def recorded(ladder, model: Model, log: Callable = print, count: int = 256) -> l
 
     builds = {rung.name: rung.fn.build for rung in ladder}
     fewer = {r.name: min(count, FEWER[r.kind]) for r in ladder if r.kind in FEWER}
+    shorter = {r.name: SHORTER[r.kind] for r in ladder if r.kind in SHORTER}
     small = load_model(SMALL, torch.bfloat16)
     ids = load_tokenizer(SMALL).encode(TEXT.read_text(encoding="utf-8")).ids
     found = []
@@ -349,7 +354,8 @@ def recorded(ladder, model: Model, log: Callable = print, count: int = 256) -> l
         ("random, Qwen3-0.6B's shape", model, random_prompts(model.config, count)),
         ("small, on held-out text", small, text_prompts(small.config, ids, count)),
     ):
-        for result in gates(builds, given, prompts, weights=weights, fewer=fewer).values():
+        judged = gates(builds, given, prompts, weights=weights, fewer=fewer, shorter=shorter)
+        for result in judged.values():
             log(f"  {result!r}")
             found.append(result.as_json())
     return found

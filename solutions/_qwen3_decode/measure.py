@@ -36,7 +36,7 @@ from .step import Step, count_kernels
 from .weights import Model
 
 TOKENS = 64  # of a loop, and slots that it needs
-BUDGET_S = 8.0  # seconds for the loops of one version at one size
+BUDGET_S = 3.0  # seconds for the loops of one version at one size
 HOST_TOKENS = 16
 
 
