@@ -12,6 +12,7 @@ import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -466,6 +467,37 @@ def test_the_kernels_decode_on_a_gpu():
     larger = replace(small.config, hidden_size=1280)  # more than the chain's registers hold
     larger = weights.random_model(larger, device="cuda")
     assert len(list(generate.greedy(larger, ids, 4, build=generate.decoder(larger)))) == 4
+
+
+@pytest.mark.parametrize(
+    ("failed", "wanted"),
+    [
+        ((), "chain, dependent"),
+        (("qwen3_decode_dependent",), "chain"),
+        (("qwen3_decode_dependent", "qwen3_decode_chained"), "ops"),
+        (None, "chain, dependent"),
+    ],
+    ids=["all pass", "dependent fails", "both fail", "nothing recorded"],
+)
+def test_what_failed_the_gate_is_not_used_unasked(failed, wanted, model, monkeypatch):
+    def recorded(slug):
+        if failed is None:
+            raise FileNotFoundError(slug)
+        rungs = ("qwen3_decode_dependent", "qwen3_decode_chained") * 2  # on two models
+        gates = [{"rung": r, "opt_in": i > 1 and r in failed} for i, r in enumerate(rungs)]
+        return SimpleNamespace(data={"model": {"gates": gates}})
+
+    def made(name):
+        def step(model, cache, *, dependent=False):
+            return SimpleNamespace(name=name + ", dependent" * dependent, capture=lambda: None)
+
+        return step
+
+    monkeypatch.setattr(generate.lab, "results", recorded)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(generate, "DecodeStep", made("chain"))
+    monkeypatch.setattr(generate, "OpsStep", made("ops"))
+    assert generate.in_graph(model, None).name == wanted
 
 
 def test_write_goes_on_with_the_prompt(folder, capsys):

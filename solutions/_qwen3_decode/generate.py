@@ -88,12 +88,23 @@ def decoder(model: Model) -> Build | None:
     return in_graph if on_gpu else None
 
 
-def in_graph(model: Model, cache: Cache) -> Step:
-    """The chain of kernels where it takes models of this size, else the chapters' ops."""
-    dependent = torch.cuda.get_device_capability(model.embed.device) >= FIRST_DEPENDENT
+def opt_in(rung: str) -> bool:
+    """Whether the recorded gate keeps a rung from being used unasked."""
     try:
-        step = DecodeStep(model, cache, dependent=dependent)
-    except ModelError:
+        gates = lab.results("qwen3_decode").data["model"]["gates"]
+    except FileNotFoundError:  # nothing was recorded
+        return False
+    return any(g["opt_in"] for g in gates if g["rung"] == rung)
+
+
+def in_graph(model: Model, cache: Cache) -> Step:
+    """The chain of kernels where it passed the gate and takes the model, else the chapters' ops."""
+    dependent = torch.cuda.get_device_capability(model.embed.device) >= FIRST_DEPENDENT
+    dependent = dependent and not opt_in("qwen3_decode_dependent")
+    chain = dependent or not opt_in("qwen3_decode_chained")
+    try:
+        step = DecodeStep(model, cache, dependent=dependent) if chain else OpsStep(model, cache)
+    except ModelError:  # sizes that the chain's kernels do not have
         step = OpsStep(model, cache)
     step.capture()
     return step
