@@ -2,6 +2,7 @@
 
 import labkit as lab
 from labkit.check import error_over_allowed
+from labkit.compile import compile_cuda
 from labkit.exercise import definition
 from labkit.record import versions_of
 from labkit.results import Results, validate
@@ -28,13 +29,13 @@ from solutions._qwen3_decode import (  # noqa: E402
     reference,
     weights,
 )
-from solutions._qwen3_decode.config import Qwen3Config  # noqa: E402
+from solutions._qwen3_decode.config import QWEN3_0_6B, Qwen3Config  # noqa: E402
 from solutions._qwen3_decode.generate import greedy  # noqa: E402
 from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE  # noqa: E402
 from solutions._qwen3_decode.naive import NaiveStep  # noqa: E402
 from solutions._qwen3_decode.peers import TransformersStep, transformers_model  # noqa: E402
 from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
-from solutions._qwen3_decode.step import Step  # noqa: E402
+from solutions._qwen3_decode.step import DecodeStep, Step  # noqa: E402
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 RUNGS = {rung.name: rung for rung in DECODE}
@@ -116,6 +117,26 @@ def test_rung_is_right_under_the_simulators(name, context):
         pytest.skip("a GPU is here")
     size = {"context": context, "layers": 1}
     assert error_over_allowed(RUNGS[name].fn, QWEN3_DECODE, torch.float32, **size) <= 1
+
+
+@pytest.mark.parametrize("attempt", DECODE.rejected, ids=lambda a: a.fn.__name__)
+def test_an_attempt_is_the_last_rung_from_another_text_that_compiles(attempt, monkeypatch):
+    model = weights.random_model(replace(QWEN3_0_6B, num_hidden_layers=1), dtype=torch.bfloat16)
+    cache = reference.new_cache(model.config, 64, torch.bfloat16, model.embed.device)
+    monkeypatch.setattr(ladder, "captured", lambda step: step)
+    kernels = {launch.kernel for launch in attempt.fn.build(model, cache).sequence}
+    ours = {launch.kernel for launch in DecodeStep(model, cache, dependent=True).sequence}
+    assert {k.name for k in kernels} == {k.name for k in ours}
+    assert all(k.source != next(iter(ours)).source for k in kernels)
+    compile_cuda(min(kernels, key=lambda k: k.name), "sm_90")
+    if not lab.SIMULATED:
+        errors = (
+            error_over_allowed(attempt.fn, QWEN3_DECODE, torch.bfloat16, **s)
+            for s in QWEN3_DECODE.test_sizes
+        )
+        assert max(errors) <= 1
+    with pytest.raises(ValueError, match="0 times in the text: 'no such'"):
+        ladder.chain_with(model, cache, ("no such", ""))
 
 
 @gpu_only

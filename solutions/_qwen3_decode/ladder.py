@@ -18,11 +18,12 @@ from labkit import bars
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from . import dispatch, gate, ledger
+from . import dispatch, gate, kernels, ledger
 from .config import QWEN3_0_6B, ModelError, Qwen3Config
 from .measure import TOKENS, cache_over, device_loops
 from .naive import NaiveStep
@@ -264,6 +265,46 @@ def qwen3_decode_dependent(model: Model, cache: Cache) -> Step:
     return captured(DecodeStep(model, cache, dependent=True))
 
 
+# Attempts not kept ---------------------------------------------------------------------------
+
+
+def chain_with(model: Model, cache: Cache, *edits: tuple[str, str]) -> Step:
+    """The last rung, from a text in which each edit's second part stands for the first."""
+    text = kernels.SOURCE
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{text.count(old)} times in the text: {old!r}")
+        text = text.replace(old, new)
+
+    def cuda_kernel(name: str, **options):
+        return lab.cuda_kernel(text, name, options=options)
+
+    with patch.object(kernels, "cuda_kernel", cuda_kernel):
+        return captured(DecodeStep(model, cache, dependent=True))
+
+
+@decodes
+def qwen3_decode_late(model: Model, cache: Cache) -> Step:
+    """Every kernel lets the next one start when it has waited itself, not before."""
+    head = "template <bool EARLY> __device__ void previous_kernel() {\n"
+    late = head.replace("<bool EARLY>", "<bool>") + "    constexpr bool EARLY = false;\n"
+    return chain_with(model, cache, (head, late))
+
+
+@decodes
+def qwen3_decode_evicting(model: Model, cache: Cache) -> Step:
+    """Weights are marked as the first that L2 shall give up."""
+    load = 'asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"'
+    policy = (
+        "unsigned long long policy;\n"
+        '    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));\n'
+    )
+    hinted = load.replace("no_allocate", "no_allocate.L2::cache_hint").replace("[%4]", "[%4], %5")
+    end = '"l"(from) : "memory");\n    return v;'
+    more = end.replace("(from)", '(from), "l"(policy)')
+    return chain_with(model, cache, (load, f"{policy}    {hinted}"), (end, more))
+
+
 DECODE = lab.Ladder(
     problem=QWEN3_DECODE,
     rungs=(
@@ -275,6 +316,24 @@ DECODE = lab.Ladder(
         lab.Rung(qwen3_decode_fused_graph, "triton", simulates=False),
         lab.Rung(qwen3_decode_chained, "cuda", simulates=False),
         lab.Rung(qwen3_decode_dependent, "cuda", simulates=False),
+    ),
+    rejected=(
+        lab.Rejected(
+            qwen3_decode_late,
+            against="qwen3_decode_dependent",
+            attempt="each kernel lets the next one start only when it has waited itself",
+            expected="a kernel that starts at once asks for its weights before the one ahead has "
+            "its input, which then waits behind them: 3 % less time without",
+            cause="TODO(cause)",
+        ),
+        lab.Rejected(
+            qwen3_decode_evicting,
+            against="qwen3_decode_dependent",
+            attempt="weights marked as the first that L2 shall give up",
+            expected="a weight is used once a token, and pushes x, keys and values out of L2: "
+            "2 % less time without",
+            cause="TODO(cause)",
+        ),
     ),
 )
 """The rungs of a whole step. The reader's exercise, the kernel that starts it, comes after them."""
