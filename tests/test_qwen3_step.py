@@ -103,9 +103,15 @@ def kernels_of(config):
 
 
 @cache
+def code_dump(kernel, arch):
+    """What the disassembler prints."""
+    return compile_worker._disassemble(compile_cuda(kernel, arch).code)
+
+
+@cache
 def code_of(kernel, arch):
     """Registers, bytes of stack and the instructions in order."""
-    dump = compile_worker._disassemble(compile_cuda(kernel, arch).code)
+    dump = code_dump(kernel, arch)
     registers, stack = (int(re.search(rf"{what}:(\d+)", dump)[1]) for what in ("REG", "STACK"))
     return registers, stack, re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*?);", dump, re.MULTILINE)
 
@@ -166,6 +172,16 @@ def test_a_kernel_has_room_beside_the_one_before():
         more = following.block * registers[following.kernel.name]
         assert used + more <= SM_REGISTERS, f"{now.kernel.name} and {following.kernel.name}"
         assert blocks * now.shared + following.shared <= SM_SHARED
+
+
+@pytest.mark.parametrize(("most", "warps"), [(227, 8), (163, 8), (99, 4)])
+def test_attention_fits_into_the_shared_memory_of_smaller_gpus(most, warps, monkeypatch):
+    monkeypatch.setattr(kernels.decode_attention, "SHARED", (most - 8) * 1024)
+    launch = planned(REAL)[1]
+    assert launch.kernel.name == f"attention_kernel<128, 2, 2, {warps}>"
+    static = int(re.search(r"SHARED:(\d+)", code_dump(launch.kernel, "sm_120"))[1])
+    assert launch.block == 32 * warps
+    assert launch.shared + static <= most * 1024
 
 
 @pytest.mark.parametrize(
