@@ -162,6 +162,10 @@ RMS_NORM = lab.Problem(
         "adds the gain": lambda x, w: reference(x, torch.ones_like(w)) + w,
         "sum instead of mean": lambda x, w: reference(x, w, EPS / len(w)) / len(w) ** 0.5,
         "forgets the root": lambda x, w: w * x / ((x * x).mean(dim=1, keepdim=True) + EPS),
+        "mean over the whole matrix": lambda x, w: w * x / torch.sqrt((x * x).mean() + EPS),
+        "divides by N - 1": lambda x, w: (
+            w * x / torch.sqrt((x * x).sum(dim=1, keepdim=True) / max(len(w) - 1, 1) + EPS)
+        ),
         "subtracts the mean": lambda x, w: reference(x - x.mean(dim=1, keepdim=True), w),
         "mean over the padded width": lambda x, w: (
             reference(x, w) * (triton.next_power_of_2(len(w)) / len(w)) ** 0.5

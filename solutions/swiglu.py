@@ -142,6 +142,7 @@ SWIGLU = lab.Problem(
     suspects={
         "forgets the activation": lambda gate, up: gate * up,
         "swaps gate and up": lambda gate, up: reference(up, gate),
+        "GELU in the place of SiLU": lambda gate, up: torch.nn.functional.gelu(gate) * up,
         "sigmoid without the product": lambda gate, up: torch.sigmoid(gate) * up,
         "wrong sign in the exponent": lambda gate, up: gate * torch.sigmoid(-gate) * up,
         "activation of the product": lambda gate, up: reference(gate * up, torch.ones_like(up)),
@@ -226,6 +227,9 @@ PROJECTIONS = {
     "suspects": {
         "forgets the activation": lambda x, w: torch.mul(*(x @ w.T).chunk(2, dim=1)),
         "swaps gate and up": lambda x, w: reference(*(x @ w.T).chunk(2, dim=1)[::-1]),
+        "GELU in the place of SiLU": lambda x, w: torch.mul(
+            torch.nn.functional.gelu(x @ w[: len(w) // 2].T), x @ w[len(w) // 2 :].T
+        ),
         "uses the gate twice": lambda x, w: reference(*2 * [x @ w[: len(w) // 2].T]),
         "takes gate and up from alternate rows": lambda x, w: reference(
             x @ w[::2].T, x @ w[1::2].T
