@@ -63,13 +63,7 @@ class Exercise:
         module = inspect.getmodule(rung.fn)
         names = [self.function] + [rung.name] * (rung.name != self.function)
         source = "\n\n".join(definition(module, n) for n in names)
-        for old, new in chosen[0].patches.items():
-            if source.count(old) != 1:
-                raise ValueError(
-                    f"mutant {name}: {old!r} occurs {source.count(old)} times in the solution, "
-                    f"wanted once"
-                )
-            source = source.replace(old, new)
+        source = patched(source, chosen[0].patches, f"mutant {name}")
         return define(source, dict(vars(module)), f"{module.__name__}.{name}")[rung.name]
 
 
@@ -127,6 +121,17 @@ class Attempt:
         from labkit.compare import compare
 
         return compare(fn, self.problem.name, **size)
+
+
+def patched(source: str, patches: Mapping[str, str], what: str) -> str:
+    """The source with each key, which must occur once, replaced by its value."""
+    for old, new in patches.items():
+        if source.count(old) != 1:
+            raise ValueError(
+                f"{what}: {old!r} occurs {source.count(old)} times in the solution, wanted once"
+            )
+        source = source.replace(old, new)
+    return source
 
 
 def definition(module: ModuleType, name: str) -> str:

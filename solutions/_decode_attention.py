@@ -193,7 +193,7 @@ def given_memory(kernel) -> str | None:
 
 
 def templates_are_right(kernel) -> str | None:
-    """C++ kernels have an instance for each dtype, head size and group: some of each are run.
+    """C++ kernels have an instance for each dtype and head size: each is run, some for more groups.
 
     Contexts are empty, of one key, a little longer than a tile, and of several splits; NaN follows.
     With few sequences, and with so many that blocks are smaller.
@@ -1155,6 +1155,11 @@ def rows(BLOCK_D: int, itemsize: int, num_warps: int) -> int:
 
 # Rung 5 --------------------------------------------------------------------------------------
 
+# What Python and the kernels both need to know.
+CONSTANTS = f"""
+constexpr int KEYS = {KEYS}, MERGED = {MERGED};
+constexpr unsigned EMPTY = {EMPTY & 0xFFFFFFFF:#x};
+"""
 # The last chapter's kernel has this too.
 TENSOR_CORES = r"""
 #include <cuda_bf16.h>
@@ -1201,8 +1206,6 @@ __device__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
 
 // Blocks tell each other numbers through slots of global memory which hold EMPTY, the bits of a
 // NaN that no arithmetic gives, until somebody writes there. So no flag and no fence is needed.
-constexpr unsigned EMPTY = 0xffffffff;
-constexpr int MERGED = 8;  // parts that a thread asks for at once
 __device__ void put(unsigned* slot, unsigned bits) {
     __nv_atomic_store_n(slot, bits, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
 }
@@ -1258,10 +1261,9 @@ struct Merge {
     __device__ float lse() const { return m + log2f(l); }
 };
 
-// A tile of 16 keys, and one of values, in shared memory: a row is a key, D / 8 packs of 16 bytes.
+// A tile of KEYS keys, and one of values, in shared memory: a row is a key, D / 8 packs of 16 bytes.
 // The packs of a row are shuffled by the key's number: eight lanes that read the same pack of eight
 // keys find them in different banks.
-constexpr int KEYS = 16;
 template <int D> __device__ int place(int key, int pack) {
     return key * (D / 8) + (pack ^ key % 8);
 }
@@ -1329,7 +1331,7 @@ template <typename T, int D> struct Heads {
     // Stores o [G, D], or tells the block that does. The block's warps meet in shared memory, acc_s
     // [WARPS, APART >= 8·D]; `used` blocks meet in `parts`, a slot for each of G·D numbers and of G
     // lse of each block. The last one waits for the others', and leaves their slots EMPTY again.
-    // It can: blocks start in the order of their numbers, so the others are running or done.
+    // It can: there are no more blocks than SMs, so all run at once.
     template <int WARPS, int APART>
     __device__ void finish(T* o, float* acc_s, unsigned* parts, int G, int split, int used) {
         __shared__ float lse_s[8][WARPS];
@@ -1473,7 +1475,7 @@ __device__ void attend(
         parts_here, G, split, used);
 }
 """
-ATTEND = TENSOR_CORES + RING
+ATTEND = CONSTANTS + TENSOR_CORES + RING
 PIPELINED = (
     ATTEND
     + r"""

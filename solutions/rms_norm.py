@@ -530,6 +530,8 @@ def rms_norm_residual_fused(
     residual and both of `out` have the shape of x.
     """
     M, N = check_args(x, w, eps, residual=residual)
+    if out is not None and not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"out is a {type(out).__name__}, must be a pair (y, new_residual)")
     y, new = (torch.empty_like(residual) for _ in range(2)) if out is None else out
     check_args(x, w, eps, out_y=y, out_residual=new)
     lab.check_contiguous(x=x, residual=residual, w=w, out_y=y, out_residual=new)

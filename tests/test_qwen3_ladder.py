@@ -135,8 +135,8 @@ def test_an_attempt_is_the_last_rung_from_another_text_that_compiles(attempt, mo
             for s in QWEN3_DECODE.test_sizes
         )
         assert max(errors) <= 1
-    with pytest.raises(ValueError, match="0 times in the text: 'no such'"):
-        ladder.chain_with(model, cache, ("no such", ""))
+    with pytest.raises(ValueError, match="attempt: 'no such' occurs 0 times"):
+        ladder.chain_with(model, cache, {"no such": ""})
 
 
 @gpu_only

@@ -176,6 +176,22 @@ def test_bad_input_is_named(ladder, rung):
                 rung.fn(*good, eps)
 
 
+def test_a_pair_of_outputs_is_a_pair():
+    from solutions.rms_norm import RMS_NORM_RESIDUAL, rms_norm_residual
+
+    x, residual, w = RMS_NORM_RESIDUAL.inputs(torch.float32, M=2, N=8)
+    y, new = torch.empty_like(x), torch.empty_like(x)
+    got = rms_norm_residual(x, residual, w, out=(y, new))
+    assert got[0] is y
+    assert got[1] is new
+    assert torch.equal(new, x + residual)
+    for out in (y, (y,), (y, new, w)):
+        with pytest.raises(TypeError, match=r"out is a .*, must be a pair"):
+            rms_norm_residual(x, residual, w, out=out)
+    with pytest.raises(ValueError, match=r"out_residual has shape \(8,\)"):
+        rms_norm_residual(x, residual, w, out=(y, w))
+
+
 @pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
 def test_rung_states_its_idea_in_one_line(ladder, rung):
     assert 20 <= len(rung.idea) <= 95
@@ -233,15 +249,16 @@ def test_op_given_its_memory_allocates_nothing_in_a_graph(ladder, problem, which
     graph, count = torch.cuda.CUDAGraph(), "allocation.all.allocated"
     with torch.cuda.graph(graph):
         before = torch.cuda.memory_stats()[count]
-        op(*inputs, **given)
+        captured = lab.outputs(op(*inputs, **given))
         assert torch.cuda.memory_stats()[count] == before
+    assert captured[0] is lab.outputs(out)[0]
     for seed in (7, 8):
         fresh = problem.inputs(torch.bfloat16, seed=seed, **size)
         for old, new in zip(inputs, fresh, strict=True):
             if isinstance(old, torch.Tensor):
                 old.copy_(new)
         graph.replay()
-        for g, w in zip(lab.outputs(out), lab.outputs(op(*fresh)), strict=False):
+        for g, w in zip(captured, lab.outputs(op(*fresh)), strict=True):
             assert torch.equal(g, w)
 
 

@@ -66,7 +66,8 @@ HEAD_SIZES, GROUPS = (64, 128), (1, 2)  # a warp norms as many heads of 128 at o
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x only
 
 SOURCE = (
-    decode_attention.TENSOR_CORES
+    decode_attention.CONSTANTS
+    + decode_attention.TENSOR_CORES
     + r"""
 typedef __nv_bfloat16 bf16;
 

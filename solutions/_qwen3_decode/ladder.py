@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import labkit as lab
 from labkit import bars
+from labkit.exercise import patched
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from unittest.mock import patch
@@ -268,13 +269,9 @@ def qwen3_decode_dependent(model: Model, cache: Cache) -> Step:
 # Attempts not kept ---------------------------------------------------------------------------
 
 
-def chain_with(model: Model, cache: Cache, *edits: tuple[str, str]) -> Step:
-    """The last rung, from a text in which each edit's second part stands for the first."""
-    text = kernels.SOURCE
-    for old, new in edits:
-        if text.count(old) != 1:
-            raise ValueError(f"{text.count(old)} times in the text: {old!r}")
-        text = text.replace(old, new)
+def chain_with(model: Model, cache: Cache, patches: Mapping[str, str]) -> Step:
+    """The last rung, from a patched text."""
+    text = patched(kernels.SOURCE, patches, "attempt")
 
     def cuda_kernel(name: str, **options):
         return lab.cuda_kernel(text, name, options=options)
@@ -288,7 +285,7 @@ def qwen3_decode_late(model: Model, cache: Cache) -> Step:
     """Every kernel lets the next one start when it has waited itself, not before."""
     head = "template <bool EARLY> __device__ void previous_kernel() {\n"
     late = head.replace("<bool EARLY>", "<bool>") + "    constexpr bool EARLY = false;\n"
-    return chain_with(model, cache, (head, late))
+    return chain_with(model, cache, {head: late})
 
 
 @decodes
@@ -302,7 +299,7 @@ def qwen3_decode_evicting(model: Model, cache: Cache) -> Step:
     hinted = load.replace("no_allocate", "no_allocate.L2::cache_hint").replace("[%4]", "[%4], %5")
     end = '"l"(from) : "memory");\n    return v;'
     more = end.replace("(from)", '(from), "l"(policy)')
-    return chain_with(model, cache, (load, f"{policy}    {hinted}"), (end, more))
+    return chain_with(model, cache, {load: f"{policy}    {hinted}", end: more})
 
 
 DECODE = lab.Ladder(
