@@ -1261,7 +1261,7 @@ struct Merge {
     __device__ float lse() const { return m + log2f(l); }
 };
 
-// A tile of KEYS keys, and one of values, in shared memory: a row is a key, D / 8 packs of 16 bytes.
+// A tile of KEYS keys, or of values, in shared memory: a row is a key, D / 8 packs of 16 bytes.
 // The packs of a row are shuffled by the key's number: eight lanes that read the same pack of eight
 // keys find them in different banks.
 template <int D> __device__ int place(int key, int pack) {
