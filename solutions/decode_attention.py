@@ -1794,7 +1794,10 @@ LADDER = lab.Ladder(
             against="decode_attention_grouped",
             attempt="rung 2 with tiles of 256 keys instead of 64",
             expected="four times the bytes under way in a program: 30 to 50 % less time",
-            cause="TODO(cause)",
+            cause="Less than was hoped for. The compile card tells: a thread's registers are all "
+            "in use and some numbers spill, so an SM holds one program and not two. Rung 4 "
+            "has as much under way with half the registers: it asks for a round before it "
+            "works on the last one.",
         ),
         lab.Rejected(
             decode_attention_more_splits,
@@ -1802,7 +1805,9 @@ LADDER = lab.Ladder(
             attempt="rung 4 with eight programs for every kv head, also where the chip is full",
             expected="the last SMs to finish wait for a shorter program, and merging is cheap: "
             "3 to 5 % less time",
-            cause="TODO(cause)",
+            cause="An SM holds two programs, so all of rung 4's run at once and no SM waits for a "
+            "last one. Eight times as many come in waves. Each begins with nothing under "
+            "way, and ends with a store and an atomic.",
         ),
     ),
 )
