@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from solutions import _decode_attention as decode_attention
+from solutions import decode_attention
 
 da = decode_attention
 P, MODEL = da.DECODE_ATTENTION, da.QWEN_SMALL

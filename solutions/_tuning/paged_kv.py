@@ -14,8 +14,8 @@ import traceback
 
 import torch
 
-from solutions import _decode_attention as da
-from solutions import _paged_kv as pk
+from solutions import decode_attention as da
+from solutions import paged_kv as pk
 
 START, LIMIT, CHECKS_END = time.time(), 72, 50
 P, MODEL = pk.PAGED_KV, pk.QWEN_SMALL

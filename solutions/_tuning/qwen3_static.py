@@ -7,10 +7,10 @@ import labkit  # noqa: F401 (first: it starts the simulators)
 
 import torch
 
-from solutions._qwen3_decode import reference, weights
-from solutions._qwen3_decode.config import QWEN3_0_6B
-from solutions._qwen3_decode.gate import STALE, fill
-from solutions._qwen3_decode.rungs import StaticStep
+from solutions.qwen3_decode import reference, weights
+from solutions.qwen3_decode.config import QWEN3_0_6B
+from solutions.qwen3_decode.gate import STALE, fill
+from solutions.qwen3_decode.rungs import StaticStep
 
 TOKENS = 160
 

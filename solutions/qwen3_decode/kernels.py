@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solutions import _decode_attention as decode_attention
+from solutions import decode_attention
 
 from .config import ModelError
 

@@ -34,8 +34,8 @@ from numba import cuda
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from solutions import _decode_attention as contiguous
-from solutions._decode_attention import (
+from solutions import decode_attention as contiguous
+from solutions.decode_attention import (
     ATTEND,
     LOG2_E,
     QWEN_SMALL,
