@@ -9,7 +9,7 @@ dirty lines would have to be written back during the timed call. A simulator is 
 
 from __future__ import annotations
 
-from labkit.check import dtype_name, error_over_allowed
+from labkit.check import dtype_name, errors_over_allowed
 from labkit.device import DEVICE, SIMULATED
 from labkit.ladder import Rung, find
 from labkit.problem import Problem, Work, cloned
@@ -75,22 +75,21 @@ def measure(
         return problem.measure(versions, problem, dtype, size, runs)
     inputs = problem.inputs(dtype, **size)
     work = problem.work(dtype, **size)
-    errors = {
-        name: error_over_allowed(fn, problem, dtype, **size) for name, (_, fn) in versions.items()
-    }
+    functions = {name: fn for name, (_, fn) in versions.items()}
+    errors = errors_over_allowed(functions, problem, dtype, **size)
     torch.cuda.empty_cache()
-    peaks = {name: _peak_memory(fn, inputs) for name, (_, fn) in versions.items()}
+    peaks = {name: _peak_memory(fn, inputs) for name, fn in functions.items()}
     inputs = problem.inputs(dtype, **size)
     # Peers get copies of their own, since some work in place. At small sizes every version does:
     # where its inputs lie in memory would otherwise decide half a microsecond.
     if problem.timing == "graph":
-        times = _in_graphs({n: fn for n, (_, fn) in versions.items()}, inputs, work, runs)
+        times = _in_graphs(functions, inputs, work, runs)
     else:
         copied = {
             n for n, (kind, _) in versions.items() if kind == "peer" or work.bytes < COPY_BELOW
         }
         copies = {n: cloned(inputs) for n in copied}
-        calls = {n: partial(fn, *copies.get(n, inputs)) for n, (_, fn) in versions.items()}
+        calls = {n: partial(fn, *copies.get(n, inputs)) for n, fn in functions.items()}
         times = interleaved(calls, runs)
     source = f"measured on {DEVICE.name}, {time.strftime('%Y-%m-%d')}"
     timings = []

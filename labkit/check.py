@@ -422,12 +422,20 @@ def error_over_allowed(
     fn: Callable, problem: Problem, dtype: torch.dtype, seed: int = 0, **size: int
 ) -> float:
     """The largest error of `fn` over what is allowed; at most 1 is right."""
+    return errors_over_allowed({"": fn}, problem, dtype, seed, **size)[""]
+
+
+def errors_over_allowed(
+    versions: Mapping[str, Callable], problem: Problem, dtype: torch.dtype, seed: int = 0, **size
+) -> dict[str, float]:
+    """The same for several functions, by name, on the same inputs."""
     inputs = problem.inputs(dtype, seed=seed, **size)
     truth = problem.truth(*inputs)
     allowed = allowance(problem, size, inputs, truth)
-    got = outputs(fn(*cloned(inputs)))
-    ratios = [
-        error(g, t) / a if a else (0.0 if error(g, t) == 0 else math.inf)
-        for g, t, a in zip(got, truth, allowed, strict=True)
-    ]
-    return max(ratios)
+
+    def worst(fn: Callable) -> float:
+        got = zip(outputs(fn(*cloned(inputs))), truth, allowed, strict=True)
+        errors = ((error(g, t), a) for g, t, a in got)
+        return max(e / a if a else (0.0 if e == 0 else math.inf) for e, a in errors)
+
+    return {name: worst(fn) for name, fn in versions.items()}

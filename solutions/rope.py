@@ -51,11 +51,16 @@ Gain, Cache = Float[Tensor, " D"], Float[Tensor, "S H_kv D"]
 # Problems ------------------------------------------------------------------------------------
 
 
-def cos_sin_table(P: int, D: int, theta: float = THETA) -> Table:
-    """Cosines and sines of positions 0 … P - 1, computed in float32 as Transformers does."""
+def cos_sin_table(
+    P: int, D: int, theta: float = THETA, device: torch.device | str = lab.DEVICE.torch
+) -> Table:
+    """Cosines and sines of positions 0 … P - 1, computed in float32 as Transformers does.
+
+    On `device` itself: a GPU's cosines and a CPU's differ in their last bits.
+    """
     # 1 / theta^x and not theta^-x: they differ in the last bit, which a large position magnifies.
-    frequencies = 1 / theta ** (torch.arange(0, D, 2, device=lab.DEVICE.torch).float() / D)
-    angles = torch.arange(P, device=lab.DEVICE.torch).float()[:, None] * frequencies
+    frequencies = 1 / theta ** (torch.arange(0, D, 2, device=device).float() / D)
+    angles = torch.arange(P, device=device).float()[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 

@@ -295,7 +295,7 @@ def test_graph_and_eager_agree_token_for_token(config):
         if graph:
             step.capture()
         tokens = torch.cat((step.decode_many(64), step.decode_many(200)))
-        results[name] = tokens.tolist(), step.logits.clone(), step.cache.k.clone()
+        results[name] = tokens.tolist(), step.logits.clone(), step.kept()[0].clone()
     tokens, logits, k = results["eager"]
     assert len(set(tokens)) > 8
     for name, got in results.items():

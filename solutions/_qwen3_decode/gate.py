@@ -70,7 +70,8 @@ class Gate:
     """One rung's scores, those that bfloat16 is allowed, and on how much they rest.
 
     `graph_tokens` is how many tokens the graph and Python's launches wrote, 0 if there is no graph,
-    and `graph_agrees` whether they were the same ones.
+    and `graph_agrees` whether they were the same ones. Where they were not, `repeats` says whether
+    Python's launches write the same tokens once more.
     """
 
     rung: str
@@ -84,6 +85,7 @@ class Gate:
     allowance: Scores
     graph_tokens: int
     graph_agrees: bool
+    repeats: bool
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -100,7 +102,8 @@ class Gate:
             where = f"{own.cosine[low[0]]:.5f} after layer {low[0]}" if low else "not seen"
             found.append(f"cosine {where}, wanted {COSINE}")
         if not self.graph_agrees:
-            found.append("the graph's tokens are not those of its kernels launched by Python")
+            again = "" if self.repeats else ", nor are those the same ones when launched again"
+            found.append(f"the graph's tokens are not those of its kernels launched by Python{again}")
         return tuple(found)
 
     @property
@@ -232,11 +235,6 @@ def forced(
     return torch.stack(logits), torch.cat(chosen), seen
 
 
-def same_tokens(a: Step, b: Step, count: int = FREE) -> bool:
-    """Whether two steps, started alike, write the same `count` tokens."""
-    return torch.equal(a.decode_many(count), b.decode_many(count))
-
-
 class Judged:
     """A rung under way: the step, the same one launched by Python, and what they did so far."""
 
@@ -245,7 +243,8 @@ class Judged:
         if self.step.graph is not None:
             self.eager = build(model, new_cache(model.config, S, *where(model)))
             self.eager.graph = None
-        self.fewer, self.graph_tokens, self.graph_agrees = fewer, 0, True
+        self.fewer, self.graph_tokens = fewer, 0
+        self.graph_agrees = self.repeats = True
         self.own, self.allowance = Tally(), Tally()
 
     def read(self, tokens: Tensor, truth: Truth, cache: Cache, last: int, watch: bool) -> None:
@@ -263,11 +262,16 @@ class Judged:
         """Let graph and eager write up to `count` tokens after the start of a prompt."""
         first = len(tokens) - 1 - last
         count = min(count, self.step.S - first)
-        for step in (self.step, self.eager):
+
+        def written(step: Step) -> Tensor:
             fill(step, cache, first)
             step.start(int(tokens[first]), first)
+            return step.decode_many(count).clone()
+
+        graph, eager = written(self.step), written(self.eager)
         self.graph_tokens = count
-        self.graph_agrees &= same_tokens(self.step, self.eager, count)
+        if not torch.equal(graph, eager):
+            self.graph_agrees, self.repeats = False, torch.equal(written(self.eager), eager)
 
 
 def where(model: Model) -> tuple[torch.dtype, torch.device]:
@@ -327,6 +331,7 @@ def gates(
         found[name] = Gate(
             name, weights, len(used), len(used) * last, min(used), max(used), nll,
             rung.own.scores(), rung.allowance.scores(), rung.graph_tokens, rung.graph_agrees,
+            rung.repeats,
         )  # fmt: skip
     return found
 

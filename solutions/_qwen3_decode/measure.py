@@ -115,9 +115,8 @@ def device_loops(
 
 def cache_over(model: Model, k: Tensor, v: Tensor) -> Cache:
     """A cache whose memory is k and v [L, S, H_kv, D]."""
-    return Cache(
-        k, v, rope.cos_sin_table(k.shape[1], model.config.head_dim, model.config.rope_theta)
-    )
+    D, theta = model.config.head_dim, model.config.rope_theta
+    return Cache(k, v, rope.cos_sin_table(k.shape[1], D, theta, k.device))
 
 
 def built(

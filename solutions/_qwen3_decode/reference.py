@@ -48,7 +48,7 @@ def new_cache(config: Qwen3Config, S: int, dtype: torch.dtype, device: torch.dev
         raise ModelError(f"a cache of {S} slots; the model has {config.max_position_embeddings}")
     shape = (config.num_hidden_layers, S, config.num_key_value_heads, config.head_dim)
     k, v = torch.zeros((2, *shape), dtype=dtype, device=device)
-    return Cache(k, v, rope.cos_sin_table(S, config.head_dim, config.rope_theta).to(device))
+    return Cache(k, v, rope.cos_sin_table(S, config.head_dim, config.rope_theta, device))
 
 
 def attention(

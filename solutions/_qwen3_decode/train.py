@@ -107,7 +107,7 @@ def logits_of(model: Model, tokens: Tensor, p: float) -> Tensor:
     c = model.config
     B, T = tokens.shape
     D, eps = c.head_dim, c.rms_norm_eps
-    cos_sin = rope.cos_sin_table(T, D, c.rope_theta).to(tokens.device)
+    cos_sin = rope.cos_sin_table(T, D, c.rope_theta, tokens.device)
     positions = torch.arange(T, device=tokens.device).repeat(B)
     x = dropout(embedding(tokens, model.embed), p)
     for w in model.layers:
