@@ -21,6 +21,7 @@ SIMULATED = _WISH == "sim" or not torch.cuda.is_available()
 LAUNCHED: set[str] = set()
 """Languages of the kernels that the simulators have started since it was last cleared."""
 
+TURN_S = 1e-4  # of a thread under Numba's simulator
 _SWITCHES = {"numba": "NUMBA_ENABLE_CUDASIM", "triton": "TRITON_INTERPRET"}
 
 
@@ -38,10 +39,10 @@ def _start_simulators() -> None:
         os.environ[switch] = "1"
 
 
-def _tensors_as_arrays() -> None:
-    """Make Numba's simulator index torch tensors as it indexes arrays, and note its launches.
+def _numba_simulator() -> None:
+    """Make it index torch tensors as it indexes arrays, and take short turns; note its launches.
 
-    It hands them to the kernel as they are, and torch refuses `y[i] = numpy.float32(…)`, which a
+    It hands tensors to the kernel as they are, and torch refuses `y[i] = numpy.float32(…)`, which a
     GPU takes. The hook is private: where it is missing, kernels still run, only that fails.
     """
     try:
@@ -58,16 +59,23 @@ def _tensors_as_arrays() -> None:
 
     def call(kernel, *args):
         LAUNCHED.add("numba")
-        return launch(kernel, *map(array, args))
+        # The simulator's own thread asks the threads of a block all the time whether they wait.
+        # Python would let it go on for 5 ms before a thread of the block gets its turn.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(TURN_S)
+        try:
+            return launch(kernel, *map(array, args))
+        finally:
+            sys.setswitchinterval(before)
 
     FakeCUDAKernel.__call__ = call
 
 
-def _masks_as_bools() -> None:
-    """Make Triton's interpreter take masks like `tile & (number >= 0)`, and note its launches.
+def _triton_simulator() -> None:
+    """Make it take masks like `tile & (number >= 0)`; note its launches.
 
     A comparison of single numbers comes out as an integer there, and so does the mask, which its
-    loads and stores refuse; a GPU takes it. The hook is private: see `_tensors_as_arrays`.
+    loads and stores refuse; a GPU takes it. The hook is private: see `_numba_simulator`.
     """
     try:
         from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
@@ -97,8 +105,8 @@ def _masks_as_bools() -> None:
 
 if SIMULATED:
     _start_simulators()
-    _tensors_as_arrays()
-    _masks_as_bools()
+    _numba_simulator()
+    _triton_simulator()
 # Small grids warn on a GPU and not on the simulator; outputs must be the same in both places.
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
 
