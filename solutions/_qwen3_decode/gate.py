@@ -102,8 +102,8 @@ class Gate:
             where = f"{own.cosine[low[0]]:.5f} after layer {low[0]}" if low else "not seen"
             found.append(f"cosine {where}, wanted {COSINE}")
         if not self.graph_agrees:
-            again = "" if self.repeats else ", nor are those the same ones when launched again"
-            found.append(f"the graph's tokens are not those of its kernels launched by Python{again}")
+            again = "" if self.repeats else ", nor are those the same when launched again"
+            found.append(f"the graph's tokens are not those of Python's launches{again}")
         return tuple(found)
 
     @property

@@ -42,7 +42,8 @@ for name in sys.argv[1:]:
     edit("book/intro.md", (row, rf"| {number} | {link} |\1| here |"))
     caption, line = f"  - caption: {PARTS[number]}\n", f"      - file: chapters/{name}\n"
     if caption not in Path("_toc.yml").read_text():
-        last = "  - caption: Back matter"
-        edit("_toc.yml", (last, f"{caption}    chapters:\n{last}"))
+        parts = re.findall(r"  - caption: (?:Part|Back).*", Path("_toc.yml").read_text())
+        later = next(p for p in parts if p.startswith("  - caption: Back") or p > caption)
+        edit("_toc.yml", (re.escape(later), f"{caption}    chapters:\n{later}"))
     part = re.escape(caption) + r"    chapters:\n((?:      - .*\n)*)"
     edit("_toc.yml", (part, rf"{caption}    chapters:\n\1{line}"))
