@@ -48,7 +48,7 @@ WATCHED = 8  # prompts, the first ones, whose residual stream is compared
 FREE = 1024  # tokens that graph and eager write on their own
 STALE = 4.0  # in all slots past the context: zeros would hide that someone looks there
 TEXT = SMALL / HELD_OUT  # what the small model was not trained on
-# Rungs of which Python launches every kernel are slow: so they get fewer prompts.
+# Rungs of which Python launches every kernel are slow: without a graph, they get fewer prompts.
 FEWER = {"numba": 8, "torch": 32, "triton": 32}
 SHORTER = {"torch": 128}  # and these write fewer tokens than FREE: a step takes Python 50 ms
 
@@ -243,7 +243,7 @@ class Judged:
         if self.step.graph is not None:
             self.eager = build(model, new_cache(model.config, S, *where(model)))
             self.eager.graph = None
-        self.fewer, self.graph_tokens = fewer, 0
+        self.fewer, self.graph_tokens = fewer if self.step.graph is None else None, 0
         self.graph_agrees = self.repeats = True
         self.own, self.allowance = Tally(), Tally()
 
@@ -293,8 +293,8 @@ def gates(
     """The gate of several rungs, by name: the references read each prompt once for all of them.
 
     `prompts` are token ids [T + 1]: T that are read, the last `last` of them by the rung, and one
-    that follows. `weights` says what model it is. A rung named in `fewer` reads that many prompts.
-    A rung with a graph also writes `free` tokens, one named in `shorter` that many, or as many as
+    that follows. `weights` says what model it is. A rung named in `fewer` reads that many prompts,
+    if it has no graph. One with a graph also writes `free` tokens, one named in `shorter` that many, or as many as
     the model has positions for.
     ValueError for a model that is not in bfloat16, or a prompt too short for `last`.
     """
