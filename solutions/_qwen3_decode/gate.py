@@ -294,8 +294,8 @@ def gates(
 
     `prompts` are token ids [T + 1]: T that are read, the last `last` of them by the rung, and one
     that follows. `weights` says what model it is. A rung named in `fewer` reads that many prompts,
-    if it has no graph. One with a graph also writes `free` tokens, one named in `shorter` that many, or as many as
-    the model has positions for.
+    if it has no graph. One with a graph also writes `free` tokens, one named in `shorter` that
+    many, or as many as the model has positions for.
     ValueError for a model that is not in bfloat16, or a prompt too short for `last`.
     """
     config, device = model.config, model.embed.device
