@@ -122,10 +122,12 @@ def record(
             if any(_is(t, problem, dtype, size) for t in timings):
                 log(f"  {problem.name} {dtype_name(dtype)} {size}: timed before the stop")
                 continue
+            began = time.monotonic()
             tried = versions_of(ladder, problem, dtype, size, log)
             group = measure(tried, problem, dtype, size)
             best = min(group, key=lambda t: t.p50_s)
-            log(f"  {problem.name} {dtype_name(dtype)} {size}: best {best.rung}")
+            took = f"{time.monotonic() - began:.0f} s"
+            log(f"  {problem.name} {dtype_name(dtype)} {size}: best {best.rung}, {took}")
             timings += [_as_json(t) for t in group]
             keep()
     for name, found in {n: f for p in ladder.problems for n, f in p.facts.items()}.items():
