@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from functools import cache
 
@@ -40,16 +41,17 @@ def _start_simulators() -> None:
 
 
 def _numba_simulator() -> None:
-    """Make it index torch tensors as it indexes arrays, and take short turns; note its launches.
+    """Make it quicker, right about shared arrays, and index tensors; note its launches.
 
     It hands tensors to the kernel as they are, and torch refuses `y[i] = numpy.float32(…)`, which a
-    GPU takes. The hook is private: where it is missing, kernels still run, only that fails.
+    GPU takes. The hooks are private: where they are missing, it works as it does by itself.
     """
     try:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
         from numba.cuda.simulator.kernel import FakeCUDAKernel
+        from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
-        launch = FakeCUDAKernel.__call__
+        launch, new_array = FakeCUDAKernel.__call__, FakeCUDAShared.array
     except (ImportError, AttributeError):
         return
 
@@ -68,7 +70,20 @@ def _numba_simulator() -> None:
         finally:
             sys.setswitchinterval(before)
 
-    FakeCUDAKernel.__call__ = call
+    def shared_array(memory, *args, **how):
+        # The simulator looks whether there is an array of this line, and makes one if not. Two
+        # threads that look at the same time would get one each.
+        frame = sys._getframe(1)
+        line = frame.f_code.co_filename, frame.f_lineno
+        with one_at_a_time:
+            arrays = vars(memory).setdefault("arrays", {})
+            if line not in arrays:
+                memory._allocations.clear()  # to it, all calls come from the next line
+                arrays[line] = new_array(memory, *args, **how)
+            return arrays[line]
+
+    one_at_a_time = threading.Lock()
+    FakeCUDAKernel.__call__, FakeCUDAShared.array = call, shared_array
 
 
 def _triton_simulator() -> None:

@@ -8,6 +8,8 @@ from labkit.problem import cloned, is_float
 
 import dataclasses
 import functools
+import threading
+import time
 
 import pytest
 import torch
@@ -629,3 +631,32 @@ def test_a_cache_may_be_written_and_nothing_else():
     for wrong, words in ((spoils_x, "modifies its input"), (slot_off_by_one, "values are wrong")):
         with pytest.raises(lab.CheckFailed, match=words):
             lab.check(wrong, WRITE)
+
+
+@pytest.mark.skipif(not lab.SIMULATED, reason="of Numba's simulator")
+def test_threads_of_a_simulated_block_share_one_array(monkeypatch):
+    """Also if all ask for it at the same time."""
+    from numba.cuda.simulator import kernelapi
+
+    empty, everybody = kernelapi.np.empty, threading.Barrier(8)
+
+    def slowly(*args):
+        time.sleep(0.02)
+        return empty(*args)
+
+    monkeypatch.setattr(kernelapi.np, "empty", slowly)
+    memory, got = kernelapi.FakeCUDAShared(0), []
+
+    def ask():
+        everybody.wait()
+        a = memory.array(4, float32)
+        b = memory.array(2, float32)
+        got.append((id(a), id(b), a.shape, b.shape))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(set(got)) == 1
+    assert got[0][2:] == ((4,), (2,))
