@@ -5,12 +5,14 @@ from __future__ import annotations
 from labkit import plot
 from labkit.check import CheckFailed, check
 from labkit.diagnose import BUGS
+from labkit.exercise import Exercise, Mutant
 from labkit.ladder import Ladder, ladders
 from labkit.problem import Problem
 from labkit.results import ROOT, Results, Timing, microseconds, percent, rate, results
 from labkit.sync import notebooks, slug_of
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 BOOK = ROOT / "book"
@@ -127,7 +129,35 @@ chapter says why, or that the reason is not known. Ratios of times are rounded t
 """
 
 
-def gallery_page() -> str:
+def said_to(ladder: Ladder, exercise: Exercise, mutant: Mutant) -> str:
+    """What the checker says to a mutant."""
+    rung = ladder.rung(exercise.rung_name)
+    try:
+        mutated = exercise.mutant(mutant.name, rung)
+        check(mutated, ladder.problem_of(rung), gates=exercise.gates)
+    except CheckFailed as failure:
+        return str(failure)
+    return "accepted: the checker is wrong"
+
+
+def gallery_entry(mutant: Mutant, said: str) -> str:
+    """One mutant: its class, its patch, and what the checker said."""
+    changes = "\n".join(
+        "\n".join(f"- {line}" for line in old.splitlines())
+        + "\n"
+        + "\n".join(f"+ {line}" for line in new.splitlines())
+        for old, new in mutant.patches.items()
+    )
+    meaning = BUGS.get(mutant.bug, "")
+    return (
+        f"\n#### {mutant.name.replace('_', ' ')}: {mutant.bug}\n\n"
+        + (f"{meaning[0].upper()}{meaning[1:]}.\n\n" if meaning else "")
+        + f"```diff\n{changes}\n```\n\n"
+        + f"````{{dropdown}} What the checker says\n```text\n{said}\n```\n````\n"
+    )
+
+
+def gallery_page(said: Callable[[Ladder, Exercise, Mutant], str] = said_to) -> str:
     """`book/bug_gallery.md`: every mutant, its patch, and what the checker says to it."""
     parts = [
         "# Bug gallery\n\n"
@@ -141,28 +171,8 @@ def gallery_page() -> str:
     for ladder in in_order():
         parts.append(f"\n## {ladder.slug}\n")
         for exercise in ladder.exercises:
-            rung = ladder.rung(exercise.rung_name)
             parts.append(f"\n### {exercise.rung_name}\n")
-            for mutant in exercise.mutants:
-                try:
-                    mutated = exercise.mutant(mutant.name, rung)
-                    check(mutated, ladder.problem_of(rung), gates=exercise.gates)
-                    said = "accepted: the checker is wrong"
-                except CheckFailed as failure:
-                    said = str(failure)
-                changes = "\n".join(
-                    "\n".join(f"- {line}" for line in old.splitlines())
-                    + "\n"
-                    + "\n".join(f"+ {line}" for line in new.splitlines())
-                    for old, new in mutant.patches.items()
-                )
-                meaning = BUGS.get(mutant.bug, "")
-                parts.append(
-                    f"\n#### {mutant.name.replace('_', ' ')}: {mutant.bug}\n\n"
-                    + (f"{meaning[0].upper()}{meaning[1:]}.\n\n" if meaning else "")
-                    + f"```diff\n{changes}\n```\n\n"
-                    + f"````{{dropdown}} What the checker says\n```text\n{said}\n```\n````\n"
-                )
+            parts += [gallery_entry(m, said(ladder, exercise, m)) for m in exercise.mutants]
     return "".join(parts)
 
 

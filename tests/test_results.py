@@ -5,6 +5,7 @@ from labkit import pages
 from labkit.results import RESULTS, Results, save, validate
 
 import json
+import re
 
 import pytest
 
@@ -164,9 +165,10 @@ def test_generated_pages_are_in_step_with_the_results():
 
 
 def test_the_bug_gallery_is_in_step_with_the_mutants():
-    stored, fresh = (pages.BOOK / "bug_gallery.md").read_text(), pages.gallery_page()
-    assert "the checker is wrong" not in fresh
-    assert pages.comparable(stored) == pages.comparable(fresh)
+    """But for what the checker says to them: test_solutions.py asks it."""
+    stored = (pages.BOOK / "bug_gallery.md").read_text()
+    fresh = pages.gallery_page(said=lambda *_: "")
+    assert re.sub(r"(?s)(```text\n).*?(\n```\n)", r"\1\2", stored) == fresh
 
 
 def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):

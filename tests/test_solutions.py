@@ -1,6 +1,7 @@
 """Every rung, op, mutant and exercise of every chapter; ids start with the chapter's slug."""
 
 import labkit as lab
+from labkit import pages
 from labkit.check import error_over_allowed
 from labkit.exercise import definition, skeleton
 from labkit.ladder import ladders
@@ -20,6 +21,7 @@ RUNGS = [(ladder, rung) for ladder, rung in EVERY if ladder.problem_of(rung).mea
 PROBLEMS = [(ladder, p) for ladder in LADDERS for p in ladder.problems if p.measure is None]
 CHECKED = RUNGS if lab.SIMULATED else EVERY  # under a simulator, a model takes minutes
 EXERCISES = [(ladder, exercise) for ladder in LADDERS for exercise in ladder.exercises]
+GALLERY = pages.comparable((pages.BOOK / "bug_gallery.md").read_text())
 MUTANTS = [(ladder, e, m) for ladder, e in EXERCISES for m in e.mutants]
 
 
@@ -73,6 +75,9 @@ def test_mutant_is_rejected_with_its_class(ladder, exercise, mutant):
         lab.check(exercise.mutant(mutant.name, rung), ladder.problem_of(rung), gates=exercise.gates)
     assert caught.value.bug == mutant.bug, str(caught.value)
     assert max(map(len, str(caught.value).splitlines())) < 500, "a report is for people"
+    if lab.SIMULATED:
+        entry = pages.gallery_entry(mutant, str(caught.value))
+        assert pages.comparable(entry) in GALLERY, "`lab scorecard` writes the bug gallery"
 
 
 @pytest.mark.parametrize(("ladder", "exercise"), EXERCISES, ids=ids(EXERCISES))
