@@ -1805,9 +1805,9 @@ LADDER = lab.Ladder(
             attempt="rung 4 with eight programs for every kv head, also where the chip is full",
             expected="the last SMs to finish wait for a shorter program, and merging is cheap: "
             "3 to 5 % less time",
-            cause="An SM holds two programs, so all of rung 4's run at once and no SM waits for a "
-            "last one. Eight times as many come in waves. Each begins with nothing under "
-            "way, and ends with a store and an atomic.",
+            cause="An SM holds two programs, so all of rung 4's run at once: there is no second "
+            "wave to shorten. Eight times as many come in waves. Each begins with nothing under way, "
+            "and ends with a store and an atomic.",
         ),
     ),
 )

@@ -1140,7 +1140,7 @@ LADDER = lab.Ladder(
             "time",
             cause="A page of 16 tokens is a quarter of the bytes that rung 3 asks for at once. By "
             "its compile card an SM could hold more of these programs, but the grid has no "
-            "more. Look-ups were not what binds.",
+            "more. Fewer look-ups do not make up for that.",
         ),
         lab.Rejected(
             paged_kv_single_slots,
