@@ -1806,8 +1806,8 @@ LADDER = lab.Ladder(
             expected="the last SMs to finish wait for a shorter program, and merging is cheap: "
             "3 to 5 % less time",
             cause="An SM holds two programs, so all of rung 4's run at once: there is no second "
-            "wave to shorten. Eight times as many come in waves. Each begins with nothing under way, "
-            "and ends with a store and an atomic.",
+            "wave to shorten. Eight times as many come in waves. Each begins with nothing "
+            "under way, and ends with a store and an atomic.",
         ),
     ),
 )
