@@ -15,6 +15,7 @@ from labkit.ladder import Rung, find
 from labkit.problem import Problem, Work, cloned
 from labkit.results import Timing, results
 
+import gc
 import random
 import statistics
 import time
@@ -192,6 +193,7 @@ def _in_graphs(functions: Mapping[str, Callable], inputs: tuple, work: Work, run
 def _peak_memory(fn: Callable, inputs: tuple) -> int:
     fn(*inputs)
     torch.cuda.synchronize()
+    gc.collect()  # what it frees between the next two lines would make the difference negative
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     fn(*inputs)
