@@ -81,7 +81,9 @@ class Problem:
     target: tuple[Bar, ...]  # written down before the first measurement
     peers: Mapping[str, Callable] = field(default_factory=dict)
     suspects: Mapping[str, Callable] = field(default_factory=dict)
-    """Bug class -> the formula that a kernel with this bug computes."""
+    """Bug class -> the formula that a kernel with this bug computes. It may raise ValueError where
+    the bug has no meaning; an index out of bounds would stop a GPU for good.
+    """
     properties: tuple[Property, ...] = ()
     empty_size: Mapping[str, int] | None = None
     huge_size: Mapping[str, int] | None = None

@@ -385,6 +385,9 @@ def test_a_kernel_behind_a_partial_is_seen():
 
     UNORDERED = {"kernel": {"launcher": unordered}}
     for fn in (functools.partial(unordered), run):
+        if not lab.SIMULATED:  # another process has the simulators, and cannot import these two
+            assert any("races" in left for left in lab.check(fn, ROW_SUM).not_verified)
+            continue
         with pytest.raises(lab.CheckFailed) as caught:
             lab.check(fn, ROW_SUM)
         assert caught.value.bug == "missing barrier"
@@ -578,7 +581,7 @@ def test_each_suspect_is_named_by_its_own_class(problem):
             inputs = problem.inputs(torch.float64, **size)
             try:
                 wrong, truth = lab.outputs(formula(*cloned(inputs))), problem.truth(*inputs)
-            except (RuntimeError, IndexError, ValueError):
+            except ValueError:  # an IndexError would stop a GPU
                 continue
             shows |= any(
                 w.shape == t.shape and (w - t).abs().max() > 1e-3

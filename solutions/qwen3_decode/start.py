@@ -120,7 +120,9 @@ EMBED_NORM = lab.Problem(
     suspects={
         "takes the position for the token": of_row(lambda tokens, position: position),
         "takes the first token": of_row(lambda tokens, position: tokens[:1]),
-        "takes the next token": of_row(lambda tokens, position: tokens[position + 1]),
+        "takes the next token": of_row(
+            lambda tokens, position: tokens[(position + 1) % len(tokens)]
+        ),
         "takes the token before": of_row(lambda tokens, position: tokens[position - 1]),
         "forgets the length of a row": without_stride,
         "stores the norm for the row": normed_row,
