@@ -17,12 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-NAME = "solutions.qwen3_decode"
+NAME = "solutions._qwen3_decode"
 pytest.importorskip(f"{NAME}.generate", exc_type=ImportError)
 
-from solutions.qwen3_decode import config, generate, reference, rungs, train, weights  # noqa: E402
-from solutions.qwen3_decode.config import ModelError  # noqa: E402
-from solutions.qwen3_decode.step import DecodeStep  # noqa: E402
+from solutions._qwen3_decode import config, generate, reference, rungs, train, weights  # noqa: E402
+from solutions._qwen3_decode.config import ModelError  # noqa: E402
+from solutions._qwen3_decode.step import DecodeStep  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = replace(

@@ -9,15 +9,15 @@ import pytest
 import torch
 from test_results import good, write
 
-NAME = "solutions.qwen3_decode"
+NAME = "solutions._qwen3_decode"
 pytest.importorskip(f"{NAME}.gate", exc_type=ImportError)
 
 from test_qwen3_ladder import DECODE, RUNGS, TINY, TORCH, gpu_only, model_of  # noqa: E402
 from test_qwen3_ladder import one_thread as one_thread  # noqa: E402
 
-from solutions.qwen3_decode import gate, reference, weights  # noqa: E402
-from solutions.qwen3_decode.config import QWEN3_0_6B, ModelError  # noqa: E402
-from solutions.qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
+from solutions._qwen3_decode import gate, reference, weights  # noqa: E402
+from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError  # noqa: E402
+from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import pytest
 import torch
 from test_results import good, write
 
-NAME = "solutions.qwen3_decode"
+NAME = "solutions._qwen3_decode"
 pytest.importorskip(f"{NAME}.ladder", exc_type=ImportError)
 
 from solutions import rope  # noqa: E402
-from solutions.qwen3_decode import (  # noqa: E402
+from solutions._qwen3_decode import (  # noqa: E402
     dispatch,
     gate,
     ladder,
@@ -29,13 +29,13 @@ from solutions.qwen3_decode import (  # noqa: E402
     reference,
     weights,
 )
-from solutions.qwen3_decode.config import QWEN3_0_6B, Qwen3Config  # noqa: E402
-from solutions.qwen3_decode.generate import greedy  # noqa: E402
-from solutions.qwen3_decode.ladder import DECODE, QWEN3_DECODE  # noqa: E402
-from solutions.qwen3_decode.naive import NaiveStep  # noqa: E402
-from solutions.qwen3_decode.peers import TransformersStep, transformers_model  # noqa: E402
-from solutions.qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
-from solutions.qwen3_decode.step import DecodeStep, Step  # noqa: E402
+from solutions._qwen3_decode.config import QWEN3_0_6B, Qwen3Config  # noqa: E402
+from solutions._qwen3_decode.generate import greedy  # noqa: E402
+from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE  # noqa: E402
+from solutions._qwen3_decode.naive import NaiveStep  # noqa: E402
+from solutions._qwen3_decode.peers import TransformersStep, transformers_model  # noqa: E402
+from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
+from solutions._qwen3_decode.step import DecodeStep, Step  # noqa: E402
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 RUNGS = {rung.name: rung for rung in DECODE}

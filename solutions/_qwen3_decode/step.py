@@ -31,7 +31,9 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from solutions import decode_attention, gemv, rms_norm, rope, swiglu
+from solutions import decode_attention
+from solutions import _gemv as gemv
+from solutions import rms_norm, rope, swiglu
 
 from . import kernels
 from .config import ModelError
