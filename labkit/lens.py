@@ -539,6 +539,10 @@ def _cell(cell: str, head: str) -> str:
     return f"<code>{text}</code>" if head in ("argument", "source") else text
 
 
+class NothingLaunched(ValueError):
+    """What was run launched no Numba or Triton kernel."""
+
+
 def lens(
     fn: Callable,
     problem: Problem | None = None,
@@ -556,9 +560,9 @@ def lens(
 
     It works on copies of the inputs. On a GPU it runs in another process, under the simulators.
 
-    Errors: ValueError for a launcher of raw CUDA, or one that launches nothing, or when neither
-    `problem` nor `inputs` is given; LensUnavailable where the simulators lack the hooks; what the
-    launcher itself raises.
+    Errors: ValueError for a launcher of raw CUDA, or one that launches nothing (NothingLaunched),
+    or when neither `problem` nor `inputs` is given; LensUnavailable where the simulators lack the
+    hooks; what the launcher itself raises.
     """
     launcher, name = getattr(fn, "fn", fn), getattr(fn, "__name__", getattr(fn, "name", "kernel"))
     kinds = {getattr(fn, "kind", None), *(k.kind for k in kernels_of(launcher))}
@@ -592,7 +596,9 @@ def _here(launcher: Callable, inputs: tuple) -> LensReport:
         for hooks in (numba_hooks, triton_hooks):
             hooks()  # LensUnavailable, if that is why nothing was seen
         name = getattr(launcher, "__name__", launcher)
-        raise ValueError(f"{name} launched no Numba or Triton kernel: the lens has nothing to show")
+        raise NothingLaunched(
+            f"{name} launched no Numba or Triton kernel: the lens has nothing to show"
+        )
     writers = tuple(_writers(t, r) for r in results if isinstance(r, torch.Tensor))
     return replace(t.report(), writers=writers)
 

@@ -2,7 +2,7 @@
 
 import labkit as lab
 from labkit import tracing
-from labkit.lens import LensUnavailable, _elsewhere, lens, trace
+from labkit.lens import LensUnavailable, NothingLaunched, _elsewhere, lens, trace
 
 import pickle
 
@@ -458,11 +458,17 @@ def test_picture():
     assert banks.title == "One warp's load is a 32-way bank conflict"
 
 
+def doubled(x):
+    return 2 * x
+
+
 def test_errors_say_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match="needs Numba or Triton"):
         lens(lab.Rung(lambda x: x, "cuda"), inputs=(torch.ones(1),))
     with pytest.raises(ValueError, match="launched no Numba or Triton kernel"):
         lens(torch.neg, inputs=(torch.ones(1),))
+    with pytest.raises(NothingLaunched):
+        _elsewhere(doubled, (torch.ones(1),))
     with pytest.raises(ValueError, match="needs a problem or inputs"):
         lens(copy)
     with pytest.raises(ValueError, match="no read of 'z'"):
