@@ -1374,7 +1374,10 @@ LADDER = lab.Ladder(
             "the ones it has",
             expected="no block starts with an empty pipeline but the first, and the barrier's wait "
             "is hidden: 1 to 2 % less time",
-            cause="TODO(cause)",
+            cause="There was next to nothing to win: the rung is nearly at the read ceiling. By "
+            "the compile card an SM holds four of its blocks, so while one of them "
+            "starts, three have loads under way. The attempt needs twice the registers "
+            "for what it asks for ahead.",
         ),
         lab.Rejected(
             gemv_w4a16_converted,
@@ -1383,7 +1386,10 @@ LADDER = lab.Ladder(
             "float for each weight",
             expected="the same bytes, but more instructions for a weight than its product takes: "
             "30 to 60 % more time",
-            cause="TODO(cause)",
+            cause="Arithmetic binds, more than was expected. In the machine code its loop has "
+            "six instructions for a weight, one of them a conversion, and 18 barriers, "
+            "because the two halves of x change threads through shared memory. The rung's "
+            "loop has fewer than four instructions for a weight, and no barrier.",
         ),
     ),
 )
