@@ -17,12 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-NAME = "solutions._qwen3_decode"
-pytest.importorskip(f"{NAME}.generate", exc_type=ImportError)
-
-from solutions._qwen3_decode import config, generate, reference, rungs, train, weights  # noqa: E402
-from solutions._qwen3_decode.config import ModelError  # noqa: E402
-from solutions._qwen3_decode.step import DecodeStep  # noqa: E402
+from solutions._qwen3_decode import config, generate, reference, rungs, train, weights
+from solutions._qwen3_decode.config import ModelError
+from solutions._qwen3_decode.step import DecodeStep
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = replace(
@@ -584,13 +581,13 @@ def test_write_refuses_and_prints_nothing(how, message, folder, capsys):
 
 # The hub ------------------------------------------------------------------------------------------
 
-COMMAND = f"""
+COMMAND = """
 import sys
 import time
 from huggingface_hub import constants
 constants.DOWNLOAD_CHUNK_SIZE = 4096  # else a file as small as ours comes in one piece
 time.sleep = lambda seconds: None  # between attempts
-from {NAME}.generate import ModelError, write
+from solutions._qwen3_decode.generate import ModelError, write
 try:
     write("9 bottles", "lab/tiny", 3)
 except ModelError as why:

@@ -7,17 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_qwen3_ladder import DECODE, RUNGS, TINY, TORCH, gpu_only, model_of
+from test_qwen3_ladder import one_thread as one_thread
 from test_results import good, write
 
-NAME = "solutions._qwen3_decode"
-pytest.importorskip(f"{NAME}.gate", exc_type=ImportError)
-
-from test_qwen3_ladder import DECODE, RUNGS, TINY, TORCH, gpu_only, model_of  # noqa: E402
-from test_qwen3_ladder import one_thread as one_thread  # noqa: E402
-
-from solutions._qwen3_decode import gate, reference, weights  # noqa: E402
-from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError  # noqa: E402
-from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
+from solutions._qwen3_decode import gate, reference, weights
+from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError
+from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +154,12 @@ def test_a_graph_that_differs_is_rejected(judged_model, prompts):
         assert any("graph" in failure for failure in found.failures) is wrong
 
 
-def test_launches_that_do_not_repeat_are_told_from_a_graph_that_differs(judged_model, prompts):
+@pytest.mark.parametrize("what", ["tokens", "logits"])
+def test_launches_that_do_not_repeat_are_told_from_a_graph_that_differs(
+    judged_model, prompts, what
+):
     class Moody(StaticStep):
-        """Writes another token in every second text."""
+        """Its launches write other tokens than its graph, and other `what` in the next text."""
 
         texts = 0
 
@@ -177,12 +176,15 @@ def test_launches_that_do_not_repeat_are_told_from_a_graph_that_differs(judged_m
 
         def run(self):
             super().run()
-            self.tokens.index_fill_(0, self.position.long(), Moody.texts % 199)
+            mood = Moody.texts % 199
+            self.tokens.index_fill_(0, self.position.long(), mood if what == "tokens" else 3)
+            if what == "logits":
+                self.logits[0] = mood
 
     found = gate.gate(Moody, judged_model, prompts[:2], last=8, free=20)
     assert not found.graph_agrees
     assert not found.repeats
-    assert any("launched again" in failure for failure in found.failures)
+    assert any("repeat" in failure for failure in found.failures)
 
 
 def test_fewer_prompts_for_a_slow_rung_are_said(judged_model, prompts):
@@ -230,7 +232,7 @@ def test_every_rung_passes_the_gate():
     )
     for name, result in found.items():
         # The library's own step does not repeat its bits, so its graph cannot agree with it.
-        own = [f for f in result.failures if "launched again" not in f]
+        own = [f for f in result.failures if "repeat" not in f]
         assert not own, result
         assert result.repeats or name == "qwen3_decode_static_graph", result
         assert (result.graph_tokens > 0) == (name.endswith(("graph", "chained", "dependent")))

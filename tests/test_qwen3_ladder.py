@@ -15,11 +15,8 @@ import pytest
 import torch
 from test_results import good, write
 
-NAME = "solutions._qwen3_decode"
-pytest.importorskip(f"{NAME}.ladder", exc_type=ImportError)
-
-from solutions import rope  # noqa: E402
-from solutions._qwen3_decode import (  # noqa: E402
+from solutions import rope
+from solutions._qwen3_decode import (
     dispatch,
     gate,
     ladder,
@@ -29,13 +26,13 @@ from solutions._qwen3_decode import (  # noqa: E402
     reference,
     weights,
 )
-from solutions._qwen3_decode.config import QWEN3_0_6B, Qwen3Config  # noqa: E402
-from solutions._qwen3_decode.generate import greedy  # noqa: E402
-from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE  # noqa: E402
-from solutions._qwen3_decode.naive import NaiveStep  # noqa: E402
-from solutions._qwen3_decode.peers import TransformersStep, transformers_model  # noqa: E402
-from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep  # noqa: E402
-from solutions._qwen3_decode.step import DecodeStep, Step  # noqa: E402
+from solutions._qwen3_decode.config import QWEN3_0_6B, Qwen3Config
+from solutions._qwen3_decode.generate import greedy
+from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE
+from solutions._qwen3_decode.naive import NaiveStep
+from solutions._qwen3_decode.peers import TransformersStep, transformers_model
+from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep
+from solutions._qwen3_decode.step import DecodeStep, Step
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 RUNGS = {rung.name: rung for rung in DECODE}
@@ -239,7 +236,7 @@ def test_capture_leaves_the_cache_as_it_was(name):
 
 
 def test_definitions_of_a_package_are_those_of_its_modules():
-    package = importlib.import_module(NAME)
+    package = importlib.import_module("solutions._qwen3_decode")
     assert definition(package, "embed_norm_fused_kernel").startswith("@triton.jit\n")
     assert definition(package, "DECODE").startswith("DECODE = lab.Ladder(")
     with pytest.raises(ValueError, match="several top-level definition name='reference'"):

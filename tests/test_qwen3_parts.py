@@ -8,13 +8,10 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-NAME = "solutions._qwen3_decode"
-pytest.importorskip(f"{NAME}.ledger", exc_type=ImportError)
-
-from solutions._qwen3_decode import dispatch, ledger, peers, prefill, reference, weights  # noqa: E402
-from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config  # noqa: E402
-from solutions._qwen3_decode.prefill import PLAIN, Plan, Prefill, Tried  # noqa: E402
-from solutions._qwen3_decode.step import DecodeStep, OpsStep, Step  # noqa: E402
+from solutions._qwen3_decode import dispatch, ledger, peers, prefill, reference, weights
+from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config
+from solutions._qwen3_decode.prefill import PLAIN, Plan, Prefill, Tried
+from solutions._qwen3_decode.step import DecodeStep, OpsStep, Step
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 

@@ -5,14 +5,11 @@ import labkit as lab
 import pytest
 import torch
 
-NAME = "solutions._qwen3_decode"
-pytest.importorskip(f"{NAME}.swap", exc_type=ImportError)
-
-from solutions import rms_norm  # noqa: E402
-from solutions._qwen3_decode import reference, weights  # noqa: E402
-from solutions._qwen3_decode.config import ModelError, Qwen3Config  # noqa: E402
-from solutions._qwen3_decode.step import OPS, OpsStep  # noqa: E402
-from solutions._qwen3_decode.swap import OURS, swap  # noqa: E402
+from solutions import rms_norm
+from solutions._qwen3_decode import reference, weights
+from solutions._qwen3_decode.config import ModelError, Qwen3Config
+from solutions._qwen3_decode.step import OPS, OpsStep
+from solutions._qwen3_decode.swap import OURS, swap
 
 TINY = Qwen3Config(
     vocab_size=41,

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from solutions import _gemv as gemv
+from solutions import gemv
 
 from .config import Qwen3Config
 from .gate import divergence

@@ -71,7 +71,7 @@ class Gate:
 
     `graph_tokens` is how many tokens the graph and Python's launches wrote, 0 if there is no graph,
     and `graph_agrees` whether they were the same ones. Where they were not, `repeats` says whether
-    Python's launches write the same tokens once more.
+    Python's launches write the same tokens once more, and end with the same bits in the logits.
     """
 
     rung: str
@@ -102,8 +102,8 @@ class Gate:
             where = f"{own.cosine[low[0]]:.5f} after layer {low[0]}" if low else "not seen"
             found.append(f"cosine {where}, wanted {COSINE}")
         if not self.graph_agrees:
-            again = "" if self.repeats else ", nor are those the same when launched again"
-            found.append(f"the graph's tokens are not those of Python's launches{again}")
+            own = "" if self.repeats else ", which do not repeat their own bits"
+            found.append(f"the graph's tokens are not those of Python's launches{own}")
         return tuple(found)
 
     @property
@@ -263,15 +263,16 @@ class Judged:
         first = len(tokens) - 1 - last
         count = min(count, self.step.S - first)
 
-        def written(step: Step) -> Tensor:
+        def written(step: Step) -> tuple[Tensor, Tensor]:
             fill(step, cache, first)
             step.start(int(tokens[first]), first)
-            return step.decode_many(count).clone()
+            return step.decode_many(count).clone(), step.logits.clone()
 
         graph, eager = written(self.step), written(self.eager)
         self.graph_tokens = count
-        if not torch.equal(graph, eager):
-            self.graph_agrees, self.repeats = False, torch.equal(written(self.eager), eager)
+        if not torch.equal(graph[0], eager[0]):
+            self.graph_agrees = False
+            self.repeats = all(map(torch.equal, written(self.eager), eager))
 
 
 def where(model: Model) -> tuple[torch.dtype, torch.device]:

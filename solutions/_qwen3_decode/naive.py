@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from solutions import decode_attention
-from solutions import _gemv as gemv
+from solutions import gemv
 from solutions import rms_norm, rope, swiglu, vector_add
 
 from .step import Step

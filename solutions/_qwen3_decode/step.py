@@ -32,7 +32,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from solutions import decode_attention
-from solutions import _gemv as gemv
+from solutions import gemv
 from solutions import rms_norm, rope, swiglu
 
 from . import kernels

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from solutions import decode_attention
-from solutions import _gemv as gemv
+from solutions import gemv
 from solutions import rms_norm, swiglu
 
 from .config import ModelError
