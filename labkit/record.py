@@ -132,7 +132,9 @@ def record(
             keep()
     for name, found in {n: f for p in ladder.problems for n, f in p.facts.items()}.items():
         if name not in model:
+            began = time.monotonic()
             model[name] = found(log)
+            log(f"  {name}: {time.monotonic() - began:.0f} s")
             keep()
     data = {
         "schema": 1,

@@ -45,6 +45,7 @@ OF_LAYER = {  # phase -> fields of Layer
 PHASES = (*OF_LAYER, "head")
 GAPS, ALL = "gaps", "all kernels"  # what no kernel takes; a step whose kernels have no known order
 TOKENS, ROUNDS = 32, 9  # tokens of a timed loop, and loops
+SLOW_S, FEW = 2e-3, 4  # a step that takes longer gets so few tokens
 SEGMENTS = (  # parts of a bar of the figure: name, colour, colour of the number in it
     ("floor of its bytes", plot.ACCENT, "white"),
     ("kernels, beyond that", plot.WASTE, plot.CEILING),
@@ -91,8 +92,8 @@ def ledger(
 ) -> tuple[Row, ...]:
     """The phases of one token of `step` at a context of `context` keys, and the gaps.
 
-    On a GPU, TOKENS tokens round that context are timed: the cache must have room for them, and
-    holds theirs afterwards. The step is run as it is, captured or not. `read` is the read ceiling
+    On a GPU, up to TOKENS tokens round that context are timed: the cache must have room for them,
+    and holds theirs afterwards. The step is run as it is, captured or not. `read` is the read ceiling
     in bytes/s, by default this GPU's; `rung` names the step in tables. Without a GPU, times are
     None. A step of another kind than OpsStep and DecodeStep has all its kernels in one row.
     Weights are counted in the model's dtype. ValueError for a negative context, RuntimeError where
@@ -124,13 +125,15 @@ def ledger(
 
 def measured(step: Step, context: int) -> dict[str, float]:
     """Phase -> seconds of one token, with GAPS; ALL instead of the phases if they are not known."""
-    first = max(0, context - TOKENS // 2)  # so that the mean position is `context`
-    took = statistics.median(loop(step, 0, first, TOKENS) for _ in range(ROUNDS))
+    slow = loop(step, 0, max(0, context - FEW // 2), FEW) > SLOW_S
+    tokens = FEW if slow else TOKENS
+    first = max(0, context - tokens // 2)  # so that the mean position is `context`
+    took = statistics.median(loop(step, 0, first, tokens) for _ in range(ROUNDS))
     step.start(0, first)
-    kernels = kernels_of(lambda: step.decode_many(TOKENS))
+    kernels = kernels_of(lambda: step.decode_many(tokens))
     if not kernels:
         raise RuntimeError("torch's profiler saw no kernels: is CUPTI free for it?")
-    times = per_phase(step, kernels, TOKENS)
+    times = per_phase(step, kernels, tokens)
     return {**times, GAPS: took - sum(times.values())}
 
 
