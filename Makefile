@@ -18,7 +18,7 @@ NBVAL := $(PYTEST) --dist loadfile --nbval chapters
 
 help:
 	@echo 'make book                build the book and print where it is'
-	@echo 'make test                everything CI runs (under 15 minutes; no GPU needed)'
+	@echo 'make test                everything CI runs (15 to 30 minutes; no GPU needed)'
 	@echo 'make lab                 open the chapters in JupyterLab'
 	@echo 'make record CHAPTER=03   run a chapter on this GPU and keep its results and outputs'
 	@echo 'make sync                write the kernels of solutions/ into the notebooks'
