@@ -1386,10 +1386,10 @@ LADDER = lab.Ladder(
             "float for each weight",
             expected="the same bytes, but more instructions for a weight than its product takes: "
             "30 to 60 % more time",
-            cause="Arithmetic binds, more than was expected. In the machine code its loop has "
-            "six instructions for a weight, one of them a conversion, and 18 barriers, "
-            "because the two halves of x change threads through shared memory. The rung's "
-            "loop has fewer than four instructions for a weight, and no barrier.",
+            cause="More than was expected, and the machine code shows more than a conversion: "
+            "its loop has six instructions for a weight, and 18 barriers, because the two "
+            "halves of x change threads through shared memory. The rung's loop has fewer "
+            "than four instructions for a weight, and no barrier.",
         ),
     ),
 )
