@@ -51,8 +51,10 @@ WARPS, UNROLL = 8, 4
 LEAST = 32  # keys of a program; below that, merging costs more than it saves
 MERGE_UNROLL = 4  # vectors of partial results that a thread asks for at once
 # Rung 5: a warp has KEYS keys of a tile, rows of a product on the tensor cores, for up to COLUMNS
-# query heads. With 8 warps a tile is 64 KiB; the next is on its way while one is used.
-KEYS, COLUMNS, STAGES = 16, 8, 2
+# query heads. With 8 warps a tile is 64 KiB; the next is on its way while one is used. Blocks of 4
+# warps have two more tiles on their way, of 32 KiB each.
+KEYS, COLUMNS = 16, 8
+STAGES = {WARPS: 2, WARPS // 2: 3}
 MERGED = 8  # parts of a head that a thread asks for at once
 HEAD_SIZES = (64, 128)  # that rung 5 is written for
 EMPTY = -1  # as a float32 a NaN that no arithmetic gives
@@ -1506,12 +1508,12 @@ def instances(source: str, name: str) -> dict:
     return {
         (dtype, D, warps): lab.cuda_kernel(
             source,
-            f"{name}<{T}, {D}, {warps}, {STAGES}>",
+            f"{name}<{T}, {D}, {warps}, {stages}>",
             options={"use_fast_math": True},  # exp2 in one instruction
         )
         for dtype, T in CPP_TYPES
         for D in HEAD_SIZES
-        for warps in (WARPS // 2, WARPS)
+        for warps, stages in STAGES.items()
     }
 
 
@@ -1526,22 +1528,22 @@ def takes(q: Tensor, H_kv: int, slots: int, *caches: Tensor) -> bool:
     return known and slots <= MAX_SLOTS and not (SIMULATED or late)
 
 
-def ring_bytes(warps: int, row_bytes: int) -> int:
+def ring_bytes(warps: int, stages: int, row_bytes: int) -> int:
     """Shared memory for a block's ring; a key takes `row_bytes` in a head."""
-    return STAGES * 2 * warps * KEYS * row_bytes
+    return stages * 2 * warps * KEYS * row_bytes
 
 
 def warps_for(row_bytes: int) -> int:
     """Warps of a block that shares a context: 8, or 4 on GPUs with less shared memory."""
-    return WARPS if ring_bytes(WARPS, row_bytes) <= SHARED else WARPS // 2
+    return WARPS if ring_bytes(WARPS, STAGES[WARPS], row_bytes) <= SHARED else WARPS // 2
 
 
 def ring_shape(B: int, H_kv: int, max_context: int, row_bytes: int) -> tuple[int, int]:
     """Warps of rung 5's blocks, and blocks that share a context.
 
-    Where SMs get several blocks each, 4 warps will do: together they have as much under way as one
-    block of 8. Otherwise 8, and contexts are shared out. One round of loads merges MERGED parts;
-    more of them than that take another trip, so each should have 4 tiles to save it again.
+    Where SMs get several blocks each, 4 warps will do, and with 3 stages two such blocks fill an
+    SM. Otherwise 8, and contexts are shared out. One round of loads merges MERGED parts; more of
+    them than that take another trip, so each should have 4 tiles to save it again.
     """
     if B * H_kv > SMS:
         return WARPS // 2, 1
@@ -1555,7 +1557,7 @@ def ring_launcher(kernels: dict, q: Tensor, H_kv: int, max_context: int):
     """The instance of `kernels` for q, ready for its arguments."""
     B, _, D = q.shape
     warps, splits = ring_shape(B, H_kv, max_context, D * q.itemsize)
-    shared = ring_bytes(warps, D * q.itemsize)
+    shared = ring_bytes(warps, STAGES[warps], D * q.itemsize)
     return kernels[q.dtype, D, warps][(H_kv, splits, B), WARP * warps, shared]
 
 

@@ -283,3 +283,13 @@ def test_offsets_do_not_wrap_past_2_to_31_elements(ladder, rung):
         for part in (slice(0, 1 << 20), slice(-(1 << 20), None)):
             near, far = g.view(-1)[part].float(), w.view(-1)[part].float()
             assert (near - far).abs().max() <= 2**-6 * far.abs().max()
+
+
+@pytest.mark.parametrize("slug", ["decode_attention", "paged_kv"])
+def test_the_rings_of_many_sequences_fit_into_smaller_gpus(slug):
+    rung = next(rung for ladder, rung in EVERY if rung.name == f"{slug}_pipelined")
+    problem = lab.find(slug)[1]
+    card = lab.compile_card(rung, problem, archs=("sm_86", "sm_120"), **problem.bench_size)
+    for arch in card.kernels[0].archs.values():
+        assert arch.dynamic_shared == 96 * 1024
+        assert arch.occupancy.blocks == 1

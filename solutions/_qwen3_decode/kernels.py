@@ -61,6 +61,7 @@ MOST_PACKS = 4  # loads a row in a lane: with more, that many rows do not fit in
 # Warps that share a row of the o and the down projection: the first number that fits.
 SHARES = (2, 4, 8, 1)
 SHARE_PACKS = 6  # loads a row in a lane there
+STAGES = 2  # of attention's ring: tiles that are used or on their way
 MOST_SPLITS = 16  # blocks that share a context: with 8 kv heads, one for nearly every SM of an H200
 HEAD_SIZES, GROUPS = (64, 128), (1, 2)  # a warp norms as many heads of 128 at once
 LOG2_E = math.log2(math.e)  # exp(x) = 2^(x · log2 e), and the hardware has 2^x only
@@ -606,11 +607,11 @@ def attention(
     warps, keys = decode_attention.warps_for(row_bytes), decode_attention.KEYS
     splits = max(1, min(MOST_SPLITS, sms // H_kv, -(-S // (warps * keys))))
     # Fast maths: exp2 in one instruction, and no slow path for a division.
-    name = f"attention_kernel<{D}, {G}, {decode_attention.STAGES}, {warps}>"
+    name = f"attention_kernel<{D}, {G}, {STAGES}, {warps}>"
     kernel = cuda_kernel(name, use_fast_math=True)
     memory = (qkv, q_gain, k_gain, cos_sin, position, k_cache, v_cache, o, parts)
     args = (*memory, np.float32(D**-0.5 * LOG2_E), np.float32(eps))
-    shared = decode_attention.ring_bytes(warps, row_bytes)
+    shared = decode_attention.ring_bytes(warps, STAGES, row_bytes)
     return Launch(kernel, (H_kv, splits), warps * WARP, args, shared)
 
 

@@ -42,7 +42,7 @@ KERNELS = {(warps, stages): kernel(warps, stages) for warps in (4, 8) for stages
 def variant(warps: int, stages: int, splits: int, q, k):
     """A function of q, k, v and context_lens, with memory of its own."""
     (B, H, D), (S, H_kv) = q.shape, k.shape[1:3]
-    ring = da.ring_bytes(warps, D * q.itemsize) // da.STAGES * stages
+    ring = da.ring_bytes(warps, stages, D * q.itemsize)
     run = KERNELS[warps, stages].configure((H_kv, splits, B), warps * da.WARP, ring)
     scale, out = np.float32(D**-0.5 * da.LOG2_E), torch.empty_like(q)
     parts = da.new_workspace(q, H_kv, splits).parts

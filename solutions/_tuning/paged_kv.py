@@ -43,7 +43,7 @@ def variant(warps: int, stages: int, splits: int, args: tuple):
     """A function of the inputs, with memory of its own."""
     q, k_cache, _, table, _ = args
     (_, H, D), (page, H_kv), (B, pages) = q.shape, k_cache.shape[1:3], table.shape
-    ring = da.ring_bytes(warps, D * q.itemsize) // da.STAGES * stages
+    ring = da.ring_bytes(warps, stages, D * q.itemsize)
     run = KERNELS[warps, stages].configure((H_kv, splits, B), warps * da.WARP, ring)
     out, parts = torch.empty_like(q), da.new_workspace(q, H_kv, splits).parts
     numbers = np.float32(D**-0.5 * da.LOG2_E), *map(np.int32, (H // H_kv, pages, page))
