@@ -220,8 +220,8 @@ def _inner(options) -> int:
 def generate(options) -> int:
     """Print a model's text."""
     try:
-        from solutions._qwen3_decode.config import ModelError
-        from solutions._qwen3_decode.generate import write
+        from solutions.qwen3_decode.config import ModelError
+        from solutions.qwen3_decode.generate import write
 
         try:
             write(options.prompt, options.model, options.tokens, options.dtype)

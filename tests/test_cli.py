@@ -213,7 +213,7 @@ def test_generate_names_what_is_wrong(arguments, words, capsys):
 def test_generate_names_a_bad_file_and_leaves_the_folder_alone(
     file, old, new, words, tmp_path, capsys
 ):
-    from solutions._qwen3_decode.weights import SMALL
+    from solutions.qwen3_decode.weights import SMALL
 
     folder = Path(shutil.copytree(SMALL, tmp_path / "model"))
     data = (folder / file).read_bytes()
@@ -232,7 +232,7 @@ def test_generate_names_a_bad_file_and_leaves_the_folder_alone(
 def test_generate_without_the_extra_says_what_to_install(package, monkeypatch, capsys):
     for name in [n for n in sys.modules if n.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "solutions._qwen3_decode.generate", raising=False)
+    monkeypatch.delitem(sys.modules, "solutions.qwen3_decode.generate", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     model = "lab/no-such-model" if package == "huggingface_hub" else "small"
     code, _, error = generate(capsys, "a", "--model", model)
@@ -244,7 +244,7 @@ def test_generate_without_the_extra_says_what_to_install(package, monkeypatch, c
 def test_the_ladder_needs_no_extra():
     """`lab check` imports every chapter, and the lab is installed without extras."""
     code = "import sys; sys.modules.update(dict.fromkeys(('safetensors', 'tokenizers', 'jinja2',"
-    code += " 'huggingface_hub', 'transformers'))); import solutions._qwen3_decode"
+    code += " 'huggingface_hub', 'transformers'))); import solutions.qwen3_decode"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
 

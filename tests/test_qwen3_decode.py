@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from solutions._qwen3_decode import config, generate, reference, rungs, train, weights
-from solutions._qwen3_decode.config import ModelError
-from solutions._qwen3_decode.step import DecodeStep
+from solutions.qwen3_decode import config, generate, reference, rungs, train, weights
+from solutions.qwen3_decode.config import ModelError
+from solutions.qwen3_decode.step import DecodeStep
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = replace(
@@ -587,7 +587,7 @@ import time
 from huggingface_hub import constants
 constants.DOWNLOAD_CHUNK_SIZE = 4096  # else a file as small as ours comes in one piece
 time.sleep = lambda seconds: None  # between attempts
-from solutions._qwen3_decode.generate import ModelError, write
+from solutions.qwen3_decode.generate import ModelError, write
 try:
     write("9 bottles", "lab/tiny", 3)
 except ModelError as why:

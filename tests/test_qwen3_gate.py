@@ -11,9 +11,9 @@ from test_qwen3_ladder import DECODE, RUNGS, TINY, TORCH, gpu_only, model_of
 from test_qwen3_ladder import one_thread as one_thread
 from test_results import good, write
 
-from solutions._qwen3_decode import gate, reference, weights
-from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError
-from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep
+from solutions.qwen3_decode import gate, reference, weights
+from solutions.qwen3_decode.config import QWEN3_0_6B, ModelError
+from solutions.qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep
 
 
 @pytest.fixture(scope="module")

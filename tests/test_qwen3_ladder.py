@@ -16,7 +16,7 @@ import torch
 from test_results import good, write
 
 from solutions import rope
-from solutions._qwen3_decode import (
+from solutions.qwen3_decode import (
     dispatch,
     gate,
     ladder,
@@ -26,13 +26,13 @@ from solutions._qwen3_decode import (
     reference,
     weights,
 )
-from solutions._qwen3_decode.config import QWEN3_0_6B, Qwen3Config
-from solutions._qwen3_decode.generate import greedy
-from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE
-from solutions._qwen3_decode.naive import NaiveStep
-from solutions._qwen3_decode.peers import TransformersStep, transformers_model
-from solutions._qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep
-from solutions._qwen3_decode.step import DecodeStep, Step
+from solutions.qwen3_decode.config import QWEN3_0_6B, Qwen3Config
+from solutions.qwen3_decode.generate import greedy
+from solutions.qwen3_decode.ladder import DECODE, QWEN3_DECODE
+from solutions.qwen3_decode.naive import NaiveStep
+from solutions.qwen3_decode.peers import TransformersStep, transformers_model
+from solutions.qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep
+from solutions.qwen3_decode.step import DecodeStep, Step
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 RUNGS = {rung.name: rung for rung in DECODE}
@@ -236,7 +236,7 @@ def test_capture_leaves_the_cache_as_it_was(name):
 
 
 def test_definitions_of_a_package_are_those_of_its_modules():
-    package = importlib.import_module("solutions._qwen3_decode")
+    package = importlib.import_module("solutions.qwen3_decode")
     assert definition(package, "embed_norm_fused_kernel").startswith("@triton.jit\n")
     assert definition(package, "DECODE").startswith("DECODE = lab.Ladder(")
     with pytest.raises(ValueError, match="several top-level definition name='reference'"):

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from solutions._qwen3_decode import dispatch, ledger, peers, prefill, reference, weights
-from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config
-from solutions._qwen3_decode.prefill import PLAIN, Plan, Prefill, Tried
-from solutions._qwen3_decode.step import DecodeStep, OpsStep, Step
+from solutions.qwen3_decode import dispatch, ledger, peers, prefill, reference, weights
+from solutions.qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config
+from solutions.qwen3_decode.prefill import PLAIN, Plan, Prefill, Tried
+from solutions.qwen3_decode.step import DecodeStep, OpsStep, Step
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 

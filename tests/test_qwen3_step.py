@@ -13,9 +13,9 @@ from math import prod
 import pytest
 import torch
 
-from solutions._qwen3_decode import kernels, reference, weights
-from solutions._qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config
-from solutions._qwen3_decode.step import DecodeStep, OpsStep, count_kernels
+from solutions.qwen3_decode import kernels, reference, weights
+from solutions.qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config
+from solutions.qwen3_decode.step import DecodeStep, OpsStep, count_kernels
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 dependent_only = pytest.mark.skipif(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from solutions import rms_norm
-from solutions._qwen3_decode import reference, weights
-from solutions._qwen3_decode.config import ModelError, Qwen3Config
-from solutions._qwen3_decode.step import OPS, OpsStep
-from solutions._qwen3_decode.swap import OURS, swap
+from solutions.qwen3_decode import reference, weights
+from solutions.qwen3_decode.config import ModelError, Qwen3Config
+from solutions.qwen3_decode.step import OPS, OpsStep
+from solutions.qwen3_decode.swap import OURS, swap
 
 TINY = Qwen3Config(
     vocab_size=41,

@@ -16,8 +16,8 @@ import traceback
 
 import torch
 
-from solutions._qwen3_decode import gate, measure
-from solutions._qwen3_decode.ladder import DECODE, QWEN3_DECODE, model_of
+from solutions.qwen3_decode import gate, measure
+from solutions.qwen3_decode.ladder import DECODE, QWEN3_DECODE, model_of
 
 START, LIMIT = time.time(), 145
 BF16 = torch.bfloat16

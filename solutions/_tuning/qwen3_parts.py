@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 
 from solutions import rms_norm
-from solutions._qwen3_decode import dispatch, ledger, reference, weights
-from solutions._qwen3_decode.config import QWEN3_0_6B
-from solutions._qwen3_decode.prefill import CHOICES
-from solutions._qwen3_decode.step import OPS, DecodeStep, OpsStep
-from solutions._qwen3_decode.swap import swap
+from solutions.qwen3_decode import dispatch, ledger, reference, weights
+from solutions.qwen3_decode.config import QWEN3_0_6B
+from solutions.qwen3_decode.prefill import CHOICES
+from solutions.qwen3_decode.step import OPS, DecodeStep, OpsStep
+from solutions.qwen3_decode.swap import swap
 
 BEGAN, ALL_S = time.perf_counter(), 115
 model = weights.random_model(QWEN3_0_6B)

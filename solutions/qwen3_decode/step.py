@@ -31,9 +31,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from solutions import decode_attention
-from solutions import gemv
-from solutions import rms_norm, rope, swiglu
+from solutions import decode_attention, gemv, rms_norm, rope, swiglu
 
 from . import kernels
 from .config import ModelError

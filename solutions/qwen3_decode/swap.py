@@ -30,9 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solutions import decode_attention
-from solutions import gemv
-from solutions import rms_norm, swiglu
+from solutions import decode_attention, gemv, rms_norm, swiglu
 
 from .config import ModelError
 from .measure import loop

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from solutions import decode_attention
-from solutions import gemv
-from solutions import rms_norm, rope, swiglu, vector_add
+from solutions import decode_attention, gemv, rms_norm, rope, swiglu, vector_add
 
 from .step import Step
 

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
-from solutions import gemv
-from solutions import rms_norm, rope, swiglu
+from solutions import gemv, rms_norm, rope, swiglu
 
 from .config import ModelError, Qwen3Config
 from .reference import Cache
