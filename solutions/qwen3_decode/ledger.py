@@ -93,9 +93,9 @@ def ledger(
     """The phases of one token of `step` at a context of `context` keys, and the gaps.
 
     On a GPU, up to TOKENS tokens round that context are timed: the cache must have room for them,
-    and holds theirs afterwards. The step is run as it is, captured or not. `read` is the read ceiling
-    in bytes/s, by default this GPU's; `rung` names the step in tables. Without a GPU, times are
-    None. A step of another kind than OpsStep and DecodeStep has all its kernels in one row.
+    and holds theirs afterwards. The step is run as it is, captured or not. `read` is the read
+    ceiling in bytes/s, by default this GPU's; `rung` names the step in tables. Without a GPU, times
+    are None. A step of another kind than OpsStep and DecodeStep has all its kernels in one row.
     Weights are counted in the model's dtype. ValueError for a negative context, RuntimeError where
     the profiler sees nothing.
     """
