@@ -96,9 +96,11 @@ def bars_table() -> str:
 
 
 def _number(value: float, text: str) -> str:
-    """A bar's number: seconds in µs, shares in %, ratios with two decimals."""
+    """A bar's number: seconds in µs, bytes a second, shares in %, ratios with two decimals."""
     if " µs " in text:
         return microseconds(value)
+    if "B/s" in text:
+        return rate(value)
     return f"{100 * value:.1f} %" if "%" in text else f"{value:.2f}"
 
 

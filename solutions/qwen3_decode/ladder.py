@@ -321,7 +321,10 @@ DECODE = lab.Ladder(
             attempt="each kernel lets the next one start only when it has waited itself",
             expected="a kernel that starts at once asks for its weights before the one ahead has "
             "its input, which then waits behind them: 3 % less time without",
-            cause="TODO(cause)",
+            cause="In the machine code only the place of the trigger differs: registers are the "
+            "same, and so are the loads before the wait. What differs is when they begin: "
+            "not when the kernel before starts, but when that one has its input. The head "
+            "start is worth more than the place in the queue that it costs.",
         ),
         lab.Rejected(
             qwen3_decode_evicting,
@@ -329,7 +332,9 @@ DECODE = lab.Ladder(
             attempt="weights marked as the first that L2 shall give up",
             expected="a weight is used once a token, and pushes x, keys and values out of L2: "
             "2 % less time without",
-            cause="TODO(cause)",
+            cause="In the machine code the loads of weights are the same, with the mark, and "
+            "registers are the same. Before the first of them stand a few instructions that "
+            "make the mark. Nothing was won by it. Why it costs time is not known.",
         ),
     ),
 )

@@ -270,7 +270,7 @@ def kernels_of(run: Callable[[], object]) -> list[tuple[float, float, str]]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # or torch warns
         run()
         torch.cuda.synchronize()
     return [
