@@ -1148,7 +1148,7 @@ LADDER = lab.Ladder(
             attempt="pages of one slot: none is left unused, and prefixes are shared to the token",
             expected="16 times as many entries, but still only 4 bytes for a key and a value of "
             "512: up to 3 % more time",
-            cause="As expected, in time. The table is the price: it is 16 times as long, and a "
+            cause="In time, no price shows. The table is the price: it is 16 times as long, and a "
             "server writes it.",
         ),
     ),
