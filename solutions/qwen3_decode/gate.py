@@ -120,16 +120,18 @@ class Gate:
         return data
 
     def __repr__(self) -> str:
-        """One line."""
+        """The verdict, then what it rests on, with the allowance in brackets."""
         own, allowed = self.scores, self.allowance
-        verdict = "passes" if not self.opt_in else "fails: " + "; ".join(self.failures)
+        low, limit = (min(x.cosine, default=math.nan) for x in (own, allowed))
+        verdict = "\n   ".join(("fails", *self.failures)) if self.opt_in else "passes"
         return (
             f"{self.rung}, {self.weights}, {self.tokens} tokens of {self.prompts} prompts: "
-            f"kl {own.kl:.3g} (bf16 {allowed.kl:.3g}), nll gap {own.nll_gap:.3g} "
+            f"{verdict}\n"
+            f"   kl {own.kl:.3g} (bf16 {allowed.kl:.3g}), nll gap {own.nll_gap:.3g} "
             f"({allowed.nll_gap:.3g}), nll {own.nll:.4f} ({allowed.nll:.4f}, fp32 "
-            f"{self.nll_float32:.4f}), agreement {own.agreement:.2%}, exact {own.exact:.2%} "
-            f"({allowed.exact:.2%}), cosine {min(own.cosine, default=float('nan')):.5f} "
-            f"({min(allowed.cosine, default=float('nan')):.5f}): {verdict}"
+            f"{self.nll_float32:.4f})\n"
+            f"   agreement {own.agreement:.2%}, exact {own.exact:.2%} ({allowed.exact:.2%}), "
+            f"cosine {low:.5f} ({limit:.5f})"
         )
 
 
