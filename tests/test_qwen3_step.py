@@ -163,12 +163,17 @@ def test_a_kernel_has_room_beside_the_one_before():
     """
     sequence = planned(REAL)[:8]  # a layer and the start of the next
     registers = {k.name: -(-code_of(k, "sm_90")[0] // 8) * 8 for k in kernels_of(REAL)}
+    cramped = set()
     for now, following in pairwise(sequence):
-        blocks = -(-prod(now.grid) // 132)
-        used = blocks * now.block * registers[now.kernel.name]
-        more = following.block * registers[following.kernel.name]
-        assert used + more <= SM_REGISTERS, f"{now.kernel.name} and {following.kernel.name}"
+        blocks, more = (-(-prod(launch.grid) // 132) for launch in (now, following))
+        left = SM_REGISTERS - blocks * now.block * registers[now.kernel.name]
+        room = left // (following.block * registers[following.kernel.name])
+        assert room >= 1, f"{now.kernel.name} and {following.kernel.name}"
         assert blocks * now.shared + following.shared <= SM_SHARED
+        if room < more:
+            cramped.add(following.kernel.name)
+    down = sequence[4].kernel.name  # and no other: chapter 21 says so
+    assert cramped == {down}
 
 
 @pytest.mark.parametrize(("most", "warps"), [(227, 8), (163, 8), (99, 4)])

@@ -82,6 +82,14 @@ def without_stride(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor) -
     return rms_norm.reference(x, w), x
 
 
+def past_the_end(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor) -> tuple:
+    """The row's mean square has the numbers after it too, up to a power of two."""
+    token, N = int(tokens[position]), embed.shape[1]
+    more = embed.flatten()[token * N :][: triton.next_power_of_2(N)]
+    x = embed[token][None]
+    return w * x * (more.square().sum() / N + EPS).rsqrt(), x
+
+
 def normed_row(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor) -> tuple:
     """The second output is the norm without the gain, instead of the row."""
     x = embed[tokens[position]]
@@ -137,6 +145,7 @@ EMBED_NORM = lab.Problem(
         "mean over the padded width": of_norm(
             lambda x, w: rms_norm.reference(x, w) * (triton.next_power_of_2(len(w)) / len(w)) ** 0.5
         ),
+        "sums past the end of the row": past_the_end,
         "swaps its outputs": lambda *args: reference(*args)[::-1],
     },
 )
@@ -202,7 +211,7 @@ EXERCISE = lab.Exercise(
     hints=(
         "Two loads of a single number: `tl.load(position_ptr)` says where the step stands, and "
         "`tokens_ptr` plus that says where its token is. Row `token` begins `token * N` numbers "
-        "into `embed`. That can be past 2³¹, so make the token an int64 first.",
+        "into `embed`. In a larger model that is past 2³¹, so make the token an int64 first.",
         "The rest is chapter 03's fused norm for one row: load the row and the gain with a mask, "
         "sum the squares in float32, divide by `N` (not by `BLOCK_N`), add `eps`.",
         "Store the row itself to `x_ptr`: it begins the residual stream. Store "
@@ -241,6 +250,11 @@ EXERCISE = lab.Exercise(
         lab.Mutant("times", "multiplies by the rms", {"tl.rsqrt": "tl.sqrt"}),
         lab.Mutant(
             "padded_mean", "mean over the padded width", {") / N + eps": ") / BLOCK_N + eps"}
+        ),
+        lab.Mutant(
+            "no_load_mask",
+            "sums past the end of the row",
+            {"embed_ptr + token * N + offs, mask=mask, other=0.0": "embed_ptr + token * N + offs"},
         ),
         lab.Mutant("no_eps", "forgets eps", {" / N + eps)": " / N)"}),
         lab.Mutant("no_gain", "forgets the gain", {"w * (wide * rstd)": "(wide * rstd)"}),
