@@ -23,7 +23,10 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "triton", "numba", "numba-cuda", "cuda-core", "numpy")
-PEERS = ("liger-kernel", "flashinfer-python", "cupy-cuda13x", "torchao", "gemlite", "fa3-fwd")
+PEERS = (
+    "liger-kernel", "flashinfer-python", "cupy-cuda13x", "torchao", "gemlite", "fa3-fwd",
+    "transformers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,12 @@ def test_bad_weights_are_named(case, copied):
 
 def test_bad_shards_are_named(folder, tmp_path):
     sharded(folder, tmp_path)
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    first, shard = sorted(tmp_path.glob("*.safetensors"))[:2]
+    whole = shard.read_bytes()
+    shard.write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=rf"{shard.name}: \S+ is in another shard, too"):
+        weights.load_model(tmp_path, device="cpu")
+    shard.write_bytes(whole)
     cut(shard, 0.9)
     with pytest.raises(ModelError, match=f"{shard.name}: cut short"):
         weights.load_model(tmp_path, device="cpu")
@@ -555,9 +560,18 @@ def test_a_template_cannot_run_code_and_its_failure_is_one_line():
         "{{ raise_exception('no') }}",
         "{% if %}",
         "{{ 1 + '' }}",
+        "{{ raise_exception('two\nlines') }}",
     ):
-        with pytest.raises(ModelError, match="chat template fails"):
+        with pytest.raises(ModelError, match="chat template fails") as failure:
             generate.as_chat(template, "x")
+        assert "\n" not in str(failure.value)
+
+
+def test_a_template_that_is_no_text_is_named(copied):
+    (copied / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(ModelError, match="not readable") as failure:
+        generate.chat_template(copied)
+    one_line(failure.value, copied)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 LADDERS = ladders()
 EVERY = [(ladder, rung) for ladder in LADDERS for rung in ladder]
-# Whole models take no part in most tests below: those of their own are in test_qwen3_ladder.py.
+# Whole models take no part in most tests below: they have their own, test_qwen3_decode*.py.
 RUNGS = [(ladder, rung) for ladder, rung in EVERY if ladder.problem_of(rung).measure is None]
 PROBLEMS = [(ladder, p) for ladder in LADDERS for p in ladder.problems if p.measure is None]
 CHECKED = RUNGS if lab.SIMULATED else EVERY  # under a simulator, a model takes minutes

@@ -43,14 +43,11 @@ from .weights import HELD_OUT, SMALL, Model, cast, load_model
 ALLOWED = 1.5
 AGREEMENT = 0.99
 COSINE = 0.999
-LAST = 16  # tokens of a prompt that the rung reads
+LAST = 8  # tokens of a prompt that the rung reads: some rungs take Python 50 ms and more for one
 WATCHED = 8  # prompts, the first ones, whose residual stream is compared
 FREE = 1024  # tokens that graph and eager write on their own
 STALE = 4.0  # in all slots past the context: zeros would hide that someone looks there
 TEXT = SMALL / HELD_OUT  # what the small model was not trained on
-# Rungs of which Python launches every kernel are slow: without a graph, they get fewer prompts.
-FEWER = {"numba": 8, "torch": 32, "triton": 32}
-SHORTER = {"torch": 128}  # and these write fewer tokens than FREE: a step takes Python 50 ms
 
 
 @dataclass(frozen=True)
@@ -240,14 +237,13 @@ def forced(
 class Judged:
     """A rung under way: the step, the same one launched by Python, and what they did so far."""
 
-    def __init__(self, build: Build, model: Model, S: int, fewer: int | None) -> None:
+    def __init__(self, build: Build, model: Model, S: int) -> None:
         self.step = self.eager = build(model, new_cache(model.config, S, *where(model)))
         if self.step.graph is not None:
             self.eager = build(model, new_cache(model.config, S, *where(model)))
             self.eager.graph = None
-        self.fewer, self.graph_tokens = fewer if self.step.graph is None else None, 0
-        self.graph_agrees = self.repeats = True
-        self.own, self.allowance = Tally(), Tally()
+        self.graph_tokens, self.graph_agrees, self.repeats = 0, True, True
+        self.own = Tally()
 
     def read(self, tokens: Tensor, truth: Truth, cache: Cache, last: int, watch: bool) -> None:
         """Judge one prompt; if `watch`, with its residual stream."""
@@ -290,15 +286,12 @@ def gates(
     weights: str = "random",
     last: int = LAST,
     free: int = FREE,
-    fewer: Mapping[str, int] | None = None,
-    shorter: Mapping[str, int] | None = None,
 ) -> dict[str, Gate]:
     """The gate of several rungs, by name: the references read each prompt once for all of them.
 
     `prompts` are token ids [T + 1]: T that are read, the last `last` of them by the rung, and one
-    that follows. `weights` says what model it is. A rung named in `fewer` reads that many prompts,
-    if it has no graph. One with a graph also writes `free` tokens, one named in `shorter` that
-    many, or as many as the model has positions for.
+    that follows. `weights` says what model it is. A rung with a graph also writes `free` tokens, or
+    as many as the model has positions for.
     ValueError for a model that is not in bfloat16, or a prompt too short for `last`.
     """
     config, device = model.config, model.embed.device
@@ -309,34 +302,30 @@ def gates(
         raise ValueError(f"a prompt of {min(read_lengths)} tokens is too short for {last=}")
     shortest = read_lengths.index(min(read_lengths))
     longest, full = max(read_lengths), cast(model, torch.float32)
-    fewer, shorter = fewer or {}, shorter or {}
     S = min(longest + free, config.max_position_embeddings)
-    judged = {name: Judged(build, model, S, fewer.get(name)) for name, build in builds.items()}
+    judged = {name: Judged(build, model, S) for name, build in builds.items()}
     caches = [new_cache(config, longest, t, device) for t in (torch.float32, torch.bfloat16)]
-    float32 = Tally()
+    float32, allowance = Tally(), Tally()
     for n, prompt in enumerate(prompts):
         tokens = prompt.to(device)
         exact = read(full, tokens[:-1], caches[0], last)
         bf16 = read(model, tokens[:-1], caches[1], last)
         truth = Truth.of(tokens[-last:], exact, bf16[0])
         float32.add(truth, exact[0], exact[0].argmax(1), None)
-        for name, rung in judged.items():
+        allowance.add(truth, bf16[0], bf16[0].argmax(1), bf16[1])
+        for rung in judged.values():
             if n == shortest and rung.eager is not rung.step:
-                rung.write(tokens, caches[1], last, shorter.get(name, free))
-            if rung.fewer is not None and n >= rung.fewer:
-                continue
-            rung.allowance.add(truth, bf16[0], bf16[0].argmax(1), bf16[1])
+                rung.write(tokens, caches[1], last, free)
             rung.read(tokens, truth, caches[1], last, n < WATCHED)
-    found = {}
-    for name, rung in judged.items():
-        used = read_lengths[: rung.fewer]
-        nll = torch.cat(float32.nll[: len(used)]).mean().item()
-        found[name] = Gate(
-            name, weights, len(used), len(used) * last, min(used), max(used), nll,
-            rung.own.scores(), rung.allowance.scores(), rung.graph_tokens, rung.graph_agrees,
+    nll, count = torch.cat(float32.nll).mean().item(), len(prompts)
+    return {
+        name: Gate(
+            name, weights, count, count * last, min(read_lengths), longest, nll,
+            rung.own.scores(), allowance.scores(), rung.graph_tokens, rung.graph_agrees,
             rung.repeats,
-        )  # fmt: skip
-    return found
+        )
+        for name, rung in judged.items()
+    }  # fmt: skip
 
 
 def gate(build: Build, model: Model, prompts: Sequence[Tensor], **how) -> Gate:
@@ -353,8 +342,6 @@ def recorded(ladder, model: Model, log: Callable = print, count: int = 256) -> l
     from .generate import load_tokenizer  # here: it needs the extra `model`
 
     builds = {rung.name: rung.fn.build for rung in ladder}
-    fewer = {r.name: min(count, FEWER[r.kind]) for r in ladder if r.kind in FEWER}
-    shorter = {r.name: SHORTER[r.kind] for r in ladder if r.kind in SHORTER}
     small = load_model(SMALL, torch.bfloat16)
     ids = load_tokenizer(SMALL).encode(TEXT.read_text(encoding="utf-8")).ids
     found = []
@@ -362,7 +349,7 @@ def recorded(ladder, model: Model, log: Callable = print, count: int = 256) -> l
         ("random, Qwen3-0.6B's shape", model, random_prompts(model.config, count)),
         ("small, on held-out text", small, text_prompts(small.config, ids, count)),
     ):
-        judged = gates(builds, given, prompts, weights=weights, fewer=fewer, shorter=shorter)
+        judged = gates(builds, given, prompts, weights=weights)
         for result in judged.values():
             log(f"  {result!r}")
             found.append(result.as_json())

@@ -32,8 +32,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def chat_template(folder: Path) -> str | None:
     """The chat template in a folder, from its own file or from tokenizer_config.json."""
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as why:
+            raise ModelError(f"{path}: not readable: {why}") from None
     path = folder / "tokenizer_config.json"
     template = read_json(path).get("chat_template") if path.exists() else None
     if isinstance(template, list):  # several, each with its name
@@ -63,7 +67,8 @@ def as_chat(template: str, prompt: str) -> str:
             messages=[{"role": "user", "content": prompt}], add_generation_prompt=True
         )
     except Exception as why:  # a template is a program: it may fail in any way
-        raise ModelError(f"the model's chat template fails: {why}") from None
+        line = " ".join(str(why).split())
+        raise ModelError(f"the model's chat template fails: {line}") from None
 
 
 def prompt_tokens(tokenizer: Tokenizer, template: str | None, prompt: str) -> list[int]:

@@ -4,8 +4,8 @@ A step does not run alone: the next one follows it, and its first kernels can st
 prepares the rest. So what is timed is a loop of tokens, divided by their number. The weights are
 twenty times as large as L2, so every token reads them from memory: nothing has to be flushed.
 
-A version whose 100 loops would take longer than BUDGET_S gets fewer tokens in a loop; the results
-say how many. Beside the time they hold, for each version and size,
+A version that takes longer than SLOW_S for a token gets fewer tokens in a loop; the results say how
+many. Beside the time they hold, for each version and size,
 
     tokens       tokens of a loop
     host_loop_s  seconds a token if Python reads each one before it asks for the next
@@ -36,7 +36,8 @@ from .step import Step, count_kernels
 from .weights import Model
 
 TOKENS = 64  # of a loop, and slots that it needs
-BUDGET_S = 3.0  # seconds for the loops of one version at one size
+SLOW_S = 2e-3  # for a token. What is slower gets BUDGET_S for all its loops at one size
+BUDGET_S = 3.0
 HOST_TOKENS = 16
 
 
@@ -145,9 +146,9 @@ def loop(step: Step, token: int, position: int, count: int) -> float:
 
 
 def tokens_of(step: Step, token: int, position: int, runs: int) -> int:
-    """Tokens of a loop of which `runs` fit into BUDGET_S: TOKENS if they do."""
+    """Tokens of a loop: TOKENS, or of a slow step as many as `runs` loops have time for."""
     each = min(loop(step, token, position, 4) for _ in range(2))
-    return max(1, min(TOKENS, int(BUDGET_S / (runs * each))))
+    return TOKENS if each < SLOW_S else max(1, min(TOKENS, int(BUDGET_S / (runs * each))))
 
 
 def host_loop(step: Step, token: int, position: int) -> float:

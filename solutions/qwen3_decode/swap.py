@@ -13,9 +13,10 @@ Rounding is no fault. As everywhere in the lab, twice the error of ours is allow
 reference in float64, and what sums in float32 in another order may differ by. In bfloat16 that
 hides small faults, such as a missing eps: look in float32, too.
 
-The model norms the residual stream 2·L + 1 times for a token, the first time with the look-up of
-the embedding, then with a sum. For "rms_norm" these are launches of their own in both runs, so all
-norms are the reader's.
+The step calls six ops, OPS. The others of chapters 01 to 11 are parts of these: `inside` puts them
+there, with torch for the rest, in both runs. So for "rms_norm" all norms of the residual stream are
+launches of their own, and all are the reader's. For "paged_kv" the cache is cut into pages, which
+are stored backwards. Ops for quantised weights are not there: this model has none.
 """
 
 from __future__ import annotations
@@ -26,11 +27,22 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
-from solutions import decode_attention, gemv, rms_norm, swiglu
+from solutions import (
+    decode_attention,
+    gemv,
+    paged_kv,
+    rms_norm,
+    rope,
+    softmax,
+    swiglu,
+    vector_add,
+)
 
 from .config import ModelError
 from .measure import loop
@@ -39,14 +51,29 @@ from .step import OPS, OpsStep
 from .weights import Model, cast
 
 ROUNDS = 5  # timed texts of each version, one after the other
-# Under the simulators these ops take seconds a token, and the library's functions next to nothing.
+PAGE = 16  # slots
+# Under the simulators these ops take seconds a token or do not run, and the library's functions
+# take next to nothing.
 STAND_INS = {
     "gemv": gemv.library,
     "gate_up_swiglu": swiglu.projection_library,
     "decode_attention": decode_attention.library,
+    "softmax": softmax.library,
+    "paged_kv": paged_kv.library,
 }
 STAND_INS = STAND_INS if lab.SIMULATED else {}
-OURS = {"rms_norm": rms_norm.rms_norm, **OPS, **STAND_INS}
+OURS = {
+    "rms_norm": rms_norm.rms_norm,
+    **OPS,
+    "vector_add": vector_add.vector_add,
+    "softmax": softmax.softmax,
+    "softmax_masked": softmax.softmax_masked,
+    "rope": rope.rope,
+    "swiglu": swiglu.swiglu,
+    "paged_kv": paged_kv.paged_kv,
+    "paged_kv_write": paged_kv.paged_kv_write,
+    **STAND_INS,
+}
 
 
 @dataclass(frozen=True)
@@ -119,11 +146,11 @@ def swap(
 ) -> Swapped:
     """Decode `tokens` tokens after a prompt, with our op `name` and with `fn` in its place.
 
-    `fn` takes what OpsStep gives to the op, and returns what the op returns; contexts before the
-    last token of the prompt come from reference.forward. ValueError for a name that is not in
-    OURS and for results of another form than ours; RuntimeError that says in which layer `fn`
-    failed; ModelError for a prompt that is empty or not of the vocabulary, where prompt and tokens
-    are more than the model's positions, and under the simulators for a dtype but float32.
+    `fn` takes what our op takes, and returns what that returns; contexts before the last token of
+    the prompt come from reference.forward. ValueError for a name that is not in OURS and for
+    results of another form than ours; RuntimeError that says in which layer `fn` failed;
+    ModelError for a prompt that is empty or not of the vocabulary, where prompt and tokens are more
+    than the model's positions, and under the simulators for a dtype but float32.
     """
     if name not in OURS:
         raise ValueError(f"op name={name!r} is not one of: {', '.join(OURS)}")
@@ -159,7 +186,7 @@ def swap(
     )
     seconds = None
     if device.type == "cuda":
-        steps = [started(replaced(name, f)) for f in (OURS[name], fn)]
+        steps = [started(inside(name, f)) for f in (OURS[name], fn)]
         token = int(prompt[-1])
         rounds = [[loop(s, token, before, tokens) for s in steps] for _ in range(ROUNDS)]
         seconds = tuple(map(statistics.median, zip(*rounds, strict=True)))
@@ -168,20 +195,69 @@ def swap(
     return Swapped(name, dtype, tuple(differences), allowed, *texts, seconds)
 
 
-def replaced(name: str, fn: Callable) -> dict[str, Callable]:
-    """What OpsStep needs for `fn` to be the op `name`."""
-    if name != "rms_norm":
+def inside(name: str, fn: Callable) -> dict[str, Callable]:
+    """What OpsStep needs for `fn` to be the op `name`: the ops that it is a part of."""
+    if name in OPS:
         return {name: fn}
+    if name in ("rms_norm", "vector_add"):
+        norm = fn if name == "rms_norm" else rms_norm.rms_norm
+        add = fn if name == "vector_add" else torch.add
 
-    def looked_up(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor, eps: float):
-        x = embed[tokens[position]]
-        return fn(x, w, eps), x
+        def looked_up(tokens: Tensor, position: Tensor, embed: Tensor, w: Tensor, eps: float):
+            x = embed[tokens[position]]
+            return norm(x, w, eps), x
 
-    def added(x: Tensor, residual: Tensor, w: Tensor, eps: float):
-        x = x + residual
-        return fn(x, w, eps), x
+        def added(x: Tensor, residual: Tensor, w: Tensor, eps: float):
+            x = add(x[0], residual[0])[None]
+            return norm(x, w, eps), x
 
-    return {"embed_norm": looked_up, "rms_norm_residual": added}
+        return {"embed_norm": looked_up, "rms_norm_residual": added}
+    if name in ("rope", "paged_kv_write"):
+        turn = fn if name == "rope" else rope.library
+
+        def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor):
+            if name == "rope":
+                k_cache.index_copy_(0, slots.long(), k)
+                v_cache.index_copy_(0, slots.long(), v)
+            else:
+                fn(k, v, k_cache[None], v_cache[None], slots)  # one page of all slots
+
+        def cached(q, k, v, q_norm, k_norm, cos_sin, positions, k_cache, v_cache, slots, eps):
+            q, k = rope.norm(q, q_norm, eps), rope.norm(k, k_norm, eps)
+            q, k = turn(q, k, cos_sin, positions)
+            write(k, v, k_cache, v_cache, slots)
+            return q, k_cache, v_cache
+
+        return {"qk_norm_rope_cache": cached}
+    if name == "swiglu":
+        return {"gate_up_swiglu": lambda h, w: fn(*(linear(h, part) for part in w.chunk(2)))}
+    attend = from_pages if name == "paged_kv" else with_scores
+    return {"decode_attention": partial(attend, name, fn)}
+
+
+def from_pages(
+    name: str, fn: Callable, q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
+) -> Tensor:
+    """Attention by `fn` of q [1, H, D] over pages, which k and v [1, S, H_kv, D] are cut into."""
+    count = -(-k.shape[1] // PAGE)
+    room = 0, 0, 0, 0, 0, count * PAGE - k.shape[1]
+    pages = (pad(x[0], room).unflatten(0, (count, PAGE)).flip(0) for x in (k, v))
+    table = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=q.device)[None]
+    return fn(q, *pages, table, context_lens)
+
+
+def with_scores(
+    name: str, fn: Callable, q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
+) -> Tensor:
+    """Attention of q [1, H, D] over k and v [1, S, H_kv, D]; the softmax of the scores is `fn`."""
+    H, D = q.shape[1:]
+    k, v = (x[0].repeat_interleave(H // x.shape[2], dim=1) for x in (k, v))  # [S, H, D]
+    scores = (q[0][:, None] * k.transpose(0, 1)).sum(2) * D**-0.5  # [H, S]
+    if name == "softmax":  # Python waits for the length: these steps are never captured
+        p = pad(fn(scores[:, : int(context_lens)].contiguous()), (0, len(k) - int(context_lens)))
+    else:
+        p = fn(scores, (torch.arange(len(k), device=q.device) < context_lens).repeat(H, 1))
+    return (p[..., None] * v.transpose(0, 1)).sum(1)[None]
 
 
 def largest(x: Tensor) -> float:
@@ -203,7 +279,8 @@ class Watch:
         self, started: Callable[..., OpsStep], tokens: int
     ) -> tuple[tuple[int, ...], list[Tensor]]:
         """A text, and of its first token the residual stream after each layer, and the logits."""
-        self.step = started({**STAND_INS, **replaced(self.name, self)})
+        stand_ins = {name: fn for name, fn in STAND_INS.items() if name in OPS}
+        self.step = started({**stand_ins, **inside(self.name, self)})
         text, places = [], []
         for _ in range(tokens):
             self.step.residuals = []  # their number says which layer is at work

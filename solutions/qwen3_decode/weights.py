@@ -131,8 +131,8 @@ def load_model(
     """The model in a folder: config.json and model.safetensors, or several shards and their index.
 
     `dtype` is that of the files by default. ModelError, before any tensor is read, for a shard that
-    is missing or cut short, and for a tensor that is missing, unknown, or of another shape or dtype
-    than config.json says.
+    is missing or cut short, and for a tensor that is missing, unknown, in two shards, or of another
+    shape or dtype than config.json says.
     """
     config = read_config(folder)
     shapes, tensors = tensor_shapes(config), {}
@@ -143,6 +143,8 @@ def load_model(
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue  # some files hold the embedding a second time
             check_tensor(path, name, shard.get_slice(name), shapes.get(name), config.dtype)
+            if name in where:
+                raise ModelError(f"{path}: {name} is in another shard, too")
             where[name] = shard
     for name in shapes:
         if name not in where:

@@ -67,6 +67,18 @@ def test_a_wrong_norm_is_found_in_the_first_layer(how):
     assert "yes" in repr(result.table())
 
 
+@pytest.mark.parametrize("name", [name for name in OURS if name not in OPS])
+def test_a_wrong_part_of_an_op_is_found_in_the_first_layer(name):
+    def wrong(*args):
+        if name == "paged_kv_write":  # which returns what it wrote into
+            return OURS[name](args[0] * 1.05, *args[1:])
+        got = OURS[name](*args)
+        return tuple(x * 1.05 for x in got) if isinstance(got, tuple) else got * 1.05
+
+    result = swap(model_of(), PROMPT, name, wrong, tokens=2)
+    assert result.first_layer == 0
+
+
 def test_a_wrong_op_changes_the_first_token():
     result = swap(model_of(), [1], "rms_norm", lambda x, w, eps: -GOOD(x, w, eps), tokens=4)
     assert result.first_token == 0

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_qwen3_ladder import DECODE, RUNGS, TINY, TORCH, gpu_only, model_of
-from test_qwen3_ladder import one_thread as one_thread
+from test_qwen3_decode_ladder import DECODE, RUNGS, TINY, TORCH, gpu_only, model_of
+from test_qwen3_decode_ladder import one_thread as one_thread
 from test_results import good, write
 
 from solutions.qwen3_decode import gate, reference, weights
@@ -187,12 +187,13 @@ def test_launches_that_do_not_repeat_are_told_from_a_graph_that_differs(
     assert any("repeat" in failure for failure in found.failures)
 
 
-def test_fewer_prompts_for_a_slow_rung_are_said(judged_model, prompts):
-    builds = {"all": StaticStep, "few": DynamicStep}
-    found = gate.gates(builds, judged_model, prompts, last=4, fewer={"few": 5}, weights="tiny")
-    assert (found["all"].prompts, found["few"].prompts) == (12, 5)
-    assert found["few"].longest == max(len(p) - 1 for p in prompts[:5])
-    stored = json.loads(json.dumps(found["few"].as_json(), allow_nan=False))
+def test_a_gate_says_what_it_rests_on(judged_model, prompts):
+    builds = {"static": StaticStep, "dynamic": DynamicStep}
+    found = gate.gates(builds, judged_model, prompts, last=4, weights="tiny")
+    for judged in found.values():
+        assert (judged.prompts, judged.tokens) == (12, 48)
+        assert judged.longest == max(len(p) - 1 for p in prompts)
+    stored = json.loads(json.dumps(found["dynamic"].as_json(), allow_nan=False))
     assert stored["opt_in"] is False
     assert stored["failures"] == []
     assert stored["weights"] == "tiny"
@@ -227,12 +228,10 @@ def test_every_rung_passes_the_gate():
     config = replace(QWEN3_0_6B, num_hidden_layers=4)
     prompts = gate.random_prompts(config, 6)
     builds = {rung.name: rung.fn.build for rung in DECODE}
-    found = gate.gates(
-        builds, weights.random_model(config), prompts, fewer={"qwen3_decode_naive": 2}
-    )
+    found = gate.gates(builds, weights.random_model(config), prompts)
     for name, result in found.items():
-        # The library's own step does not repeat its bits, so its graph cannot agree with it.
-        own = [f for f in result.failures if "repeat" not in f]
-        assert not own, result
-        assert result.repeats or name == "qwen3_decode_static_graph", result
+        # The library's attention does not repeat its bits, so its graph may write other tokens.
+        moody = name == "qwen3_decode_static_graph"
+        assert not [f for f in result.failures if not (moody and "graph's tokens" in f)], result
+        assert result.repeats or moody, result
         assert (result.graph_tokens > 0) == (name.endswith(("graph", "chained", "dependent")))
