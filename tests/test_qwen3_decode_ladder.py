@@ -32,7 +32,7 @@ from solutions.qwen3_decode.ladder import DECODE, QWEN3_DECODE
 from solutions.qwen3_decode.naive import NaiveStep
 from solutions.qwen3_decode.peers import TransformersStep, transformers_model
 from solutions.qwen3_decode.rungs import DynamicStep, ReferenceStep, StaticStep
-from solutions.qwen3_decode.step import DecodeStep, Step
+from solutions.qwen3_decode.step import PHASES, DecodeStep, Step
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 RUNGS = {rung.name: rung for rung in DECODE}
@@ -114,6 +114,19 @@ def test_rung_is_right_under_the_simulators(name, context):
         pytest.skip("a GPU is here")
     size = {"context": context, "layers": 1}
     assert error_over_allowed(RUNGS[name].fn, QWEN3_DECODE, torch.float32, **size) <= 1
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_rung_names_the_phases_of_each_layer(name):
+    if lab.SIMULATED and not RUNGS[name].simulates:
+        pytest.skip("needs a CUDA GPU")
+    dtype = torch.float32 if lab.SIMULATED else torch.bfloat16
+    model, token, position, k, v = QWEN3_DECODE.inputs(dtype, context=1, layers=2)
+    step, seen = RUNGS[name].fn.build(model, measure.cache_over(model, k, v)), []
+    step.graph, step.marker = None, seen.append
+    step.start(token, position)
+    step.decode_many(1)
+    assert seen == [*2 * PHASES[:-1], "head"]
 
 
 @pytest.mark.parametrize("attempt", DECODE.rejected, ids=lambda a: a.fn.__name__)

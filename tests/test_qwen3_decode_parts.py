@@ -10,8 +10,10 @@ import torch
 
 from solutions.qwen3_decode import dispatch, ledger, peers, prefill, reference, weights
 from solutions.qwen3_decode.config import QWEN3_0_6B, ModelError, Qwen3Config
+from solutions.qwen3_decode.naive import NaiveStep
 from solutions.qwen3_decode.prefill import PLAIN, Plan, Prefill, Tried
-from solutions.qwen3_decode.step import DecodeStep, OpsStep, Step
+from solutions.qwen3_decode.rungs import DynamicStep, StaticStep
+from solutions.qwen3_decode.step import DecodeStep, OpsStep
 
 gpu_only = pytest.mark.skipif(lab.SIMULATED, reason="needs a CUDA GPU")
 
@@ -318,29 +320,27 @@ def named(*names):
 
 
 def test_kernels_are_counted_to_their_phases():
-    model = model_of()
-    ops = OpsStep(model, cache_of(model))
-    layer = ["gemv_split_k", "qk_norm_rope", "zeros", "decode_attention", "gemv_split_k"]
-    layer += ["rms_norm_residual", "gate_up_swiglu_split_k", "gemv_split_k", "rms_norm_residual"]
-    token = ["embed_norm", *layer, *layer, "gemv_split_k", "argmax"]
-    times = ledger.per_phase(ops, named(*token, *token), 2)
-    counts = {"qkv": 3, "attention": 6, "o": 4, "gate_up": 2, "down": 4, "head": 2}
+    names = ["embed", *2 * ["mark", "a", "b", "mark", "c", "mark", "mark", "d", "mark", "e"]]
+    names = [ledger.MARK if name == "mark" else name for name in [*names, "mark", "f", "g"]]
+    seen = [*ledger.OF_LAYER, *ledger.OF_LAYER, "head"]
+    layer = ["qkv", "qkv", "attention", "gate_up", "down"]  # in `o` nothing ran
+    phases = ["qkv", *layer, *layer, "head", "head"]
+    assert ledger.between_marks(names, [*seen, *seen]) == phases  # of two runs, the second
+    times = ledger.per_phase(phases, named(*phases, *phases), 2)
+    counts = {"qkv": 5, "attention": 2, "o": 0, "gate_up": 2, "down": 2, "head": 2}
     assert times == pytest.approx({phase: n * 2e-6 for phase, n in counts.items()})
-    # Where the order is not what is known, only the sum is given.
-    for strange in (token[:-3], [*token, "gemv_split_k"], ["a", "b", "c"]):
-        times = ledger.per_phase(ops, named(*strange), 1)
-        assert times == pytest.approx({ledger.ALL: len(strange) * 2e-6})
-    assert ledger.phases_of(Step(model, cache_of(model)), token) is None
+    # Where the marked step had other kernels, or no phases, only the sum is given.
+    for strange in (phases[:-1], []):
+        times = ledger.per_phase(strange, named(*phases), 1)
+        assert times == pytest.approx({ledger.ALL: len(phases) * 2e-6})
+    assert ledger.between_marks(["a", "b"], []) == []
 
 
 def test_what_overlaps_counts_once():
     """Kernel 1 starts while kernel 0 works, and waits for it: its time begins when that ends."""
-    config = replace(QWEN3_0_6B, num_hidden_layers=1, vocab_size=64, stop_tokens=())
-    model = weights.random_model(config)
-    step = DecodeStep(model, reference.new_cache(config, 16, torch.bfloat16, model.embed.device))
     ends = [4.0, 6, 9, 13, 18, 24]
     kernels = [(max(0.0, end - 5), end, f"kernel{i}") for i, end in enumerate(ends)]
-    times = ledger.per_phase(step, kernels, 1)
+    times = ledger.per_phase(ledger.PHASES, kernels, 1)
     assert list(times) == list(ledger.PHASES)
     added = [4, 2, 3, 4, 5, 5]  # the last starts a µs after the one before ended
     assert times == pytest.approx(dict(zip(ledger.PHASES, (n * 1e-6 for n in added), strict=True)))
@@ -380,5 +380,12 @@ def test_the_ledger_of_a_step_adds_up():
     assert [row.phase for row in rows] == [*ledger.PHASES, ledger.GAPS]
     assert all(row.measured_s > 0 for row in rows[:-1])
     assert ledger.total(rows).measured_s > ledger.total(rows).floor_s
-    rows = ledger.ledger(OpsStep(model, cache), 100)
-    assert [row.phase for row in rows] == [*ledger.PHASES, ledger.GAPS]
+    for make in (OpsStep, NaiveStep, DynamicStep, StaticStep):
+        for captured in (False, True):
+            step = make(model, cache)
+            if captured and make in (OpsStep, StaticStep):
+                step.capture()
+            rows = ledger.ledger(step, 100)
+            assert [row.phase for row in rows] == [*ledger.PHASES, ledger.GAPS], step
+            assert all(row.measured_s > 0 for row in rows[:-1])
+            assert step.marker is None

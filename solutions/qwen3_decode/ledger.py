@@ -6,7 +6,8 @@
 Phases. `qkv`: norm and q, k, v (in layer 0 the embedding, too); `attention`: q/k-norm, rotation,
 cache write, attention; `o`: projection and residual sum; `gate_up`: norm, projections, SwiGLU;
 `down`: projection and residual sum; `head`: norm, logits, next token. Where one kernel adds the
-residual and norms, it belongs to the phase of the sum.
+residual and norms, it belongs to the phase of the sum. A step says where each begins; for one run,
+a kernel that does nothing is launched there, so that the profiler shows which kernels lie between.
 
 Bytes are counted from shapes, at a context of so many keys in the cache: weights and gains once,
 keys and values once and the new ones written, activations read and written. The floor is the
@@ -32,7 +33,7 @@ from math import prod
 
 from .config import Qwen3Config
 from .measure import loop
-from .step import DecodeStep, OpsStep, Step, kernels_of
+from .step import PHASES, Step, kernels_of
 from .weights import layer_names
 
 OF_LAYER = {  # phase -> fields of Layer
@@ -42,8 +43,8 @@ OF_LAYER = {  # phase -> fields of Layer
     "gate_up": ("post_norm", "gate", "up"),
     "down": ("down",),
 }
-PHASES = (*OF_LAYER, "head")
-GAPS, ALL = "gaps", "all kernels"  # what no kernel takes; a step whose kernels have no known order
+GAPS, ALL = "gaps", "all kernels"  # what no kernel takes; a step that names no phases
+MARK = "ledger_mark_kernel"
 TOKENS, ROUNDS = 32, 9  # tokens of a timed loop, and loops
 SLOW_S, FEW = 2e-3, 4  # a step that takes longer gets so few tokens
 SEGMENTS = (  # parts of a bar of the figure: name, colour, colour of the number in it
@@ -95,7 +96,7 @@ def ledger(
     On a GPU, up to TOKENS tokens round that context are timed: the cache must have room for them,
     and holds theirs afterwards. The step is run as it is, captured or not. `read` is the read
     ceiling in bytes/s, by default this GPU's; `rung` names the step in tables. Without a GPU, times
-    are None. A step of another kind than OpsStep and DecodeStep has all its kernels in one row.
+    are None. A step that names no phases has all its kernels in one row.
     Weights are counted in the model's dtype. ValueError for a negative context, RuntimeError where
     the profiler sees nothing.
     """
@@ -133,47 +134,59 @@ def measured(step: Step, context: int) -> dict[str, float]:
     kernels = kernels_of(lambda: step.decode_many(tokens))
     if not kernels:
         raise RuntimeError("torch's profiler saw no kernels: is CUPTI free for it?")
-    times = per_phase(step, kernels, tokens)
+    times = per_phase(phases_of(step, first), kernels, tokens)
     return {**times, GAPS: took - sum(times.values())}
 
 
 def per_phase(
-    step: Step, kernels: Iterable[tuple[float, float, str]], tokens: int
+    phases: Sequence[str], kernels: Iterable[tuple[float, float, str]], tokens: int
 ) -> dict[str, float]:
-    """Phase -> seconds of one token, from start and end in µs, and name, of the kernels of many."""
+    """Phase -> seconds of one token, from start and end in µs, and name, of the kernels of many.
+
+    `phases` are those of the kernels of one token, in their order; ALL where there are others.
+    """
     kernels = sorted(kernels)
-    each, rest = divmod(len(kernels), tokens)
-    phases = None if rest else phases_of(step, [name for *_, name in kernels[:each]])
-    times: dict[str, float] = dict.fromkeys(PHASES if phases else (ALL,), 0.0)
+    known = len(phases) > 0 and len(kernels) == len(phases) * tokens
+    times: dict[str, float] = dict.fromkeys(PHASES if known else (ALL,), 0.0)
     done = 0.0
     for i, (start, end, _) in enumerate(kernels):
-        phase = phases[i % each] if phases else ALL
+        phase = phases[i % len(phases)] if known else ALL
         times[phase] += max(0.0, end - max(start, done)) * 1e-6 / tokens
         done = max(done, end)
     return times
 
 
-def phases_of(step: Step, names: Sequence[str]) -> list[str] | None:
-    """The phase of each kernel of one step, by their order; None where that is not known."""
-    L = step.model.config.num_hidden_layers
-    if isinstance(step, DecodeStep):
-        return [*OF_LAYER] * L + ["head"] if len(names) == 5 * L + 1 else None
-    if not isinstance(step, OpsStep):
-        return None
-    # What follows a product belongs to it, but for attention and gate_up. Torch has kernels of its
-    # own among these, and not the same in a graph.
-    products, phases, phase = iter(["qkv", "o", "down"] * L + ["head"]), [], ""
-    if sum("gemv" in name for name in names) != 3 * L + 1:
-        return None
+def phases_of(step: Step, position: int) -> list[str]:
+    """The phase of each kernel that a token takes, in their order; none if the step names none."""
+    graph, seen, mark = step.graph, [], lab.cuda_kernel(f"__global__ void {MARK}() {{}}", MARK)
+
+    def marked(phase: str) -> None:
+        seen.append(phase)
+        mark[1, 1]()
+
+    step.marker = marked
+    step.start(0, position)
+    if graph is not None:
+        step.capture()  # another graph, with the marks in it
+    names = [name for *_, name in sorted(kernels_of(lambda: step.decode_many(1)))]
+    step.marker, step.graph = None, graph
+    return between_marks(names, seen)
+
+
+def between_marks(names: Sequence[str], seen: Sequence[str]) -> list[str]:
+    """The phase of each kernel but the marks: that of the last of `seen` whose mark came before.
+
+    What comes before the first is the embedding. `seen` may have those of earlier runs, too.
+    """
+    count = sum(MARK in name for name in names)
+    phases, at = seen[len(seen) - count :], -1
+    found = []
     for name in names:
-        if "gemv" in name:
-            phase = next(products)
-        elif "gate_up" in name:
-            phase = "gate_up"
-        elif phase == "qkv":
-            phase = "attention"
-        phases.append(phase or "qkv")  # before the first product: the embedding and its norm
-    return phases
+        if MARK in name:
+            at += 1
+        elif phases:
+            found.append(phases[max(at, 0)])
+    return found
 
 
 # What a notebook shows -------------------------------------------------------------------------

@@ -45,17 +45,24 @@ class TorchStep(Step):
         D, eps, norm = model.config.head_dim, model.config.rms_norm_eps, rms_norm.library
         x, mask = embedding(self.tokens[position], model.embed), self.mask()  # x [1, hidden]
         for i, w in enumerate(model.layers):
+            self.at("qkv")
             h = norm(x, w.input_norm, eps)
             q, k, v = (linear(h, m).view(1, -1, D) for m in (w.q, w.k, w.v))  # [1, H, D]
+            self.at("attention")
             q, k = norm(q, w.q_norm, eps), norm(k, w.k_norm, eps)
             q, k = rope.library(q, k, self.cache.cos_sin, position)
             k, v = self.remember(i, k, v)
             q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))  # [1, H, 1, D], [1, H_kv, S, D]
             o = sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
+            self.at("o")
             x = x + linear(o.reshape(1, -1), w.o)
+            self.at("gate_up")
             h = norm(x, w.post_norm, eps)
-            x = x + linear(swiglu.library(linear(h, w.gate), linear(h, w.up)), w.down)
+            y = swiglu.library(linear(h, w.gate), linear(h, w.up))
+            self.at("down")
+            x = x + linear(y, w.down)
             self.saw(x)
+        self.at("head")
         self.finish(linear(norm(x, model.norm, eps), model.head)[0])
 
 

@@ -41,7 +41,8 @@ from .weights import Layer, Model
 
 # Compute capability from which a kernel may start before its predecessor ends.
 FIRST_DEPENDENT = (9, 0)
-PER_LAYER = 5  # launches of DecodeStep
+PHASES = ("qkv", "attention", "o", "gate_up", "down", "head")  # all but the last in each layer
+PER_LAYER = 5  # launches of DecodeStep, one a phase
 
 
 class Packed(NamedTuple):
@@ -61,7 +62,8 @@ class Step:
 
     `tokens[p]` is the token at position p, `position` that of the token which the next step reads.
     `logits` are those of the last step. If `residuals` is a list, `run` appends the residual stream
-    [hidden] after each layer. ModelError for a cache that is not the model's.
+    [hidden] after each layer; if there is a `marker`, it is called where a phase begins. ModelError
+    for a cache that is not the model's.
     """
 
     def __init__(self, model: Model, cache: Cache) -> None:
@@ -82,6 +84,7 @@ class Step:
         self.logits = torch.zeros(config.vocab_size, dtype=model.embed.dtype, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.residuals: list[Tensor] | None = None
+        self.marker: Callable[[str], None] | None = None
         self.next = 0  # the position again, as far as Python knows
 
     @cached_property
@@ -113,6 +116,11 @@ class Step:
         """Called by `run` with the residual stream after each layer."""
         if self.residuals is not None:
             self.residuals.append(x.flatten().clone())
+
+    def at(self, phase: str) -> None:
+        """Called by `run` where one of PHASES begins."""
+        if self.marker is not None:
+            self.marker(phase)
 
     def kept(self) -> tuple[Float[Tensor, "L T H_kv D"], Float[Tensor, "L T H_kv D"]]:
         """Keys and values of the T tokens read so far."""
@@ -190,18 +198,25 @@ class OpsStep(Step):
         gains = *(w.input_norm for w in model.layers[1:]), model.norm
         context = self.position + 1
         for i, (w, joined) in enumerate(zip(model.layers, self.layers, strict=True)):
+            self.at("qkv")
             qkv = op.gemv(h, joined.qkv).view(1, H + 2 * H_kv, -1)
+            self.at("attention")
             q, k, v = qkv.split((H, H_kv, H_kv), dim=1)
             q, k, v = op.qk_norm_rope_cache(
                 q, k, v, w.q_norm, w.k_norm, cache.cos_sin, self.position,
                 cache.k[i], cache.v[i], self.position, eps,
             )  # fmt: skip
             o = op.decode_attention(q, k[None], v[None], context)
+            self.at("o")
             o = op.gemv(o.view(1, -1), w.o)
             h, x = op.rms_norm_residual(o, x, w.post_norm, eps)
-            down = op.gemv(op.gate_up_swiglu(h, joined.gate_up), w.down)
+            self.at("gate_up")
+            y = op.gate_up_swiglu(h, joined.gate_up)
+            self.at("down")
+            down = op.gemv(y, w.down)
             h, x = op.rms_norm_residual(down, x, gains[i], eps)
             self.saw(x)
+        self.at("head")
         self.finish(op.gemv(h, model.head)[0])
 
 
@@ -260,6 +275,7 @@ class DecodeStep(Step):
     def run(self) -> None:
         """One step: the launches, nothing else."""
         for done, launch in enumerate(self.sequence, 1):
+            self.at("head" if done == len(self.sequence) else PHASES[(done - 1) % PER_LAYER])
             launch(programmatic=self.dependent)
             if done % PER_LAYER == 0:
                 self.saw(self.x)
