@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,8 +49,8 @@ def _numba_simulator() -> None:
     """
     try:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-        from numba.cuda.simulator.kernel import FakeCUDAKernel
-        from numba.cuda.simulator.kernelapi import FakeCUDAShared
+        from numba.cuda.simulator.kernel import FakeCUDAKernel, _get_kernel_context
+        from numba.cuda.simulator.kernelapi import FakeCUDAShared, swapped_cuda_module
 
         launch, new_array = FakeCUDAKernel.__call__, FakeCUDAShared.array
     except (ImportError, AttributeError):
@@ -59,15 +60,30 @@ def _numba_simulator() -> None:
         is_plain = isinstance(value, torch.Tensor) and value.dim() and value.dtype != torch.bfloat16
         return FakeCUDAArray(value.detach().numpy()) if is_plain else value
 
+    def call_device_function(kernel, *args):
+        # `cuda` in its module must mean the simulator's. That takes a search of the module, so it
+        # stays so until the launch ends, and not only for this call.
+        module = id(kernel.fn.__globals__)
+        if module not in entered:
+            with one_at_a_time:
+                if module not in entered:
+                    launched.enter_context(swapped_cuda_module(kernel.fn, _get_kernel_context()))
+                    entered.add(module)
+        return kernel.fn(*args)
+
     def call(kernel, *args):
+        if getattr(kernel, "_device", False):
+            return call_device_function(kernel, *args)
         LAUNCHED.add("numba")
         # The simulator's own thread asks the threads of a block all the time whether they wait.
         # Python would let it go on for 5 ms before a thread of the block gets its turn.
         before = sys.getswitchinterval()
         sys.setswitchinterval(TURN_S)
         try:
-            return launch(kernel, *map(array, args))
+            with launched:
+                return launch(kernel, *map(array, args))
         finally:
+            entered.clear()
             sys.setswitchinterval(before)
 
     def shared_array(memory, *args, **how):
@@ -82,7 +98,7 @@ def _numba_simulator() -> None:
                 arrays[line] = new_array(memory, *args, **how)
             return arrays[line]
 
-    one_at_a_time = threading.Lock()
+    one_at_a_time, entered, launched = threading.Lock(), set(), ExitStack()
     FakeCUDAKernel.__call__, FakeCUDAShared.array = call, shared_array
 
 
