@@ -324,7 +324,8 @@ def scorecard(rows: list[tuple[str, Timing, Timing]]) -> Picture:
     for i, (_, mine, peer) in enumerate(rows):
         axes.barh([i], [100 * mine.fraction_of_ceiling], color=ACCENT, height=0.6)
         axes.plot([100 * peer.fraction_of_ceiling] * 2, [i - 0.4, i + 0.4], color=CEILING, lw=2)
-        axes.text(1, i, microseconds(mine.p50_s), color="white", va="center", fontsize=8)
+        color = "white" if mine.fraction_of_ceiling > 0.1 else CEILING  # on the bar, or beside it
+        axes.text(1, i, microseconds(mine.p50_s), color=color, va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [f"{name} ({m.dtype})" for name, m, _ in rows])
     axes.invert_yaxis()
     axes.axvline(100, color=CEILING, lw=1, ls="--")
