@@ -664,3 +664,26 @@ def test_threads_of_a_simulated_block_share_one_array(monkeypatch):
         t.join()
     assert len(set(got)) == 1
     assert got[0][2:] == ((4,), (2,))
+
+
+@pytest.mark.skipif(not lab.SIMULATED, reason="of Numba's simulator")
+def test_a_device_function_of_another_module_is_simulated_until_the_launch_ends():
+    here = {"cuda": cuda}
+    text = "@cuda.jit(device=True)\ndef lane():\n    return cuda.threadIdx.x\n"
+    exec(text, here)  # a module of its own
+    lane = here["lane"]
+
+    @cuda.jit
+    def kernel(out, where):
+        out[cuda.threadIdx.x] = lane() + lane()
+        if here["cuda"] is where:
+            out[cuda.threadIdx.x] = -1
+
+    out = torch.zeros(4, dtype=torch.int32)
+    for _ in range(2):
+        kernel[1, 4](out, cuda)
+        assert out.tolist() == [0, 2, 4, 6]
+        assert here["cuda"] is cuda
+    with pytest.raises(TypeError):
+        kernel[1, 4](out, cuda, 1)
+    assert here["cuda"] is cuda
