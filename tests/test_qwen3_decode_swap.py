@@ -4,41 +4,12 @@ import labkit as lab
 
 import pytest
 import torch
+from test_qwen3_decode_parts import TINY, cache_of, model_of
 
 from solutions import rms_norm
-from solutions.qwen3_decode import reference, weights
-from solutions.qwen3_decode.config import ModelError, Qwen3Config
+from solutions.qwen3_decode.config import ModelError
 from solutions.qwen3_decode.step import OPS, OpsStep
 from solutions.qwen3_decode.swap import OURS, swap
-
-TINY = Qwen3Config(
-    vocab_size=41,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,  # 4·16 is not 32
-    max_position_embeddings=64,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    tie_word_embeddings=True,
-    dtype="float32",
-)
-
-
-def model_of(config=TINY, dtype=torch.float32):
-    """Random weights with products of size one, so that every operation counts."""
-    model = weights.random_model(config, dtype=dtype)
-    matrices = [w for layer in model.layers for w in vars(layer).values() if w.ndim == 2]
-    for w in {id(w): w for w in [model.embed, model.head, *matrices]}.values():
-        w.mul_(1 / (weights.STD * w.shape[1] ** 0.5))
-    return model
-
-
-def cache_of(model, S=24):
-    return reference.new_cache(model.config, S, model.embed.dtype, model.embed.device)
-
 
 PROMPT = [1, 2, 3, 4, 5]
 GOOD = rms_norm.rms_norm

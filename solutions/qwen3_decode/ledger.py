@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from .config import Qwen3Config
-from .measure import loop
+from .measure import SLOW_S, loop
 from .step import PHASES, Step, kernels_of
 from .weights import layer_names
 
@@ -46,7 +46,7 @@ OF_LAYER = {  # phase -> fields of Layer
 GAPS, ALL = "gaps", "all kernels"  # what no kernel takes; a step that names no phases
 MARK = "ledger_mark_kernel"
 TOKENS, ROUNDS = 32, 9  # tokens of a timed loop, and loops
-SLOW_S, FEW = 2e-3, 4  # a step that takes longer gets so few tokens
+FEW = 4  # tokens of a step that takes longer than SLOW_S
 SEGMENTS = (  # parts of a bar of the figure: name, colour, colour of the number in it
     ("floor of its bytes", plot.ACCENT, "white"),
     ("kernels, beyond that", plot.WASTE, plot.CEILING),

@@ -215,29 +215,23 @@ def inside(name: str, fn: Callable) -> dict[str, Callable]:
     if name in ("rope", "paged_kv_write"):
         turn = fn if name == "rope" else rope.library
 
-        def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor):
-            if name == "rope":
-                k_cache.index_copy_(0, slots.long(), k)
-                v_cache.index_copy_(0, slots.long(), v)
-            else:
-                fn(k, v, k_cache[None], v_cache[None], slots)  # one page of all slots
-
         def cached(q, k, v, q_norm, k_norm, cos_sin, positions, k_cache, v_cache, slots, eps):
             q, k = rope.norm(q, q_norm, eps), rope.norm(k, k_norm, eps)
             q, k = turn(q, k, cos_sin, positions)
-            write(k, v, k_cache, v_cache, slots)
+            if name == "rope":
+                return rope.stored(q, k, v, k_cache, v_cache, slots.long())
+            fn(k, v, k_cache[None], v_cache[None], slots)  # one page of all slots
             return q, k_cache, v_cache
 
         return {"qk_norm_rope_cache": cached}
     if name == "swiglu":
         return {"gate_up_swiglu": lambda h, w: fn(*(linear(h, part) for part in w.chunk(2)))}
-    attend = from_pages if name == "paged_kv" else with_scores
-    return {"decode_attention": partial(attend, name, fn)}
+    if name == "paged_kv":
+        return {"decode_attention": partial(from_pages, fn)}
+    return {"decode_attention": partial(with_scores, fn, name == "softmax_masked")}
 
 
-def from_pages(
-    name: str, fn: Callable, q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
-) -> Tensor:
+def from_pages(fn: Callable, q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor) -> Tensor:
     """Attention by `fn` of q [1, H, D] over pages, which k and v [1, S, H_kv, D] are cut into."""
     count = -(-k.shape[1] // PAGE)
     room = 0, 0, 0, 0, 0, count * PAGE - k.shape[1]
@@ -247,16 +241,19 @@ def from_pages(
 
 
 def with_scores(
-    name: str, fn: Callable, q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
+    fn: Callable, masked: bool, q: Tensor, k: Tensor, v: Tensor, context_lens: Tensor
 ) -> Tensor:
-    """Attention of q [1, H, D] over k and v [1, S, H_kv, D]; the softmax of the scores is `fn`."""
+    """Attention of q [1, H, D] over k and v [1, S, H_kv, D]; the softmax of the scores is `fn`.
+
+    With `masked`, it gets the scores of all slots and a mask, or else those of the context alone.
+    """
     H, D = q.shape[1:]
     k, v = (x[0].repeat_interleave(H // x.shape[2], dim=1) for x in (k, v))  # [S, H, D]
     scores = (q[0][:, None] * k.transpose(0, 1)).sum(2) * D**-0.5  # [H, S]
-    if name == "softmax":  # Python waits for the length: these steps are never captured
-        p = pad(fn(scores[:, : int(context_lens)].contiguous()), (0, len(k) - int(context_lens)))
-    else:
+    if masked:
         p = fn(scores, (torch.arange(len(k), device=q.device) < context_lens).repeat(H, 1))
+    else:  # Python waits for the length: these steps are never captured
+        p = pad(fn(scores[:, : int(context_lens)].contiguous()), (0, len(k) - int(context_lens)))
     return (p[..., None] * v.transpose(0, 1)).sum(1)[None]
 
 
