@@ -134,11 +134,11 @@ def test_an_attempt_is_the_last_rung_from_another_text_that_compiles(attempt, mo
     model = weights.random_model(replace(QWEN3_0_6B, num_hidden_layers=1), dtype=torch.bfloat16)
     cache = reference.new_cache(model.config, 64, torch.bfloat16, model.embed.device)
     monkeypatch.setattr(ladder, "captured", lambda step: step)
-    kernels = {launch.kernel for launch in attempt.fn.build(model, cache).sequence}
-    ours = {launch.kernel for launch in DecodeStep(model, cache, dependent=True).sequence}
-    assert {k.name for k in kernels} == {k.name for k in ours}
-    assert all(k.source != next(iter(ours)).source for k in kernels)
-    compile_cuda(min(kernels, key=lambda k: k.name), "sm_90")
+    chains = attempt.fn.build(model, cache), DecodeStep(model, cache, dependent=True)
+    theirs, ours = ([launch.kernel for launch in step.sequence] for step in chains)
+    assert [k.name for k in theirs] == [k.name for k in ours]
+    down = theirs[4], ours[4]  # which every attempt changes
+    assert len({compile_cuda(kernel, "sm_90").code for kernel in down}) == 2
     if not lab.SIMULATED:
         errors = (
             error_over_allowed(attempt.fn, QWEN3_DECODE, torch.bfloat16, **s)

@@ -50,7 +50,7 @@ SMALL = Qwen3Config(
     num_attention_heads=8,
     num_key_value_heads=4,
     head_dim=64,  # 8·64 is twice hidden_size, as in Qwen3-0.6B
-    max_position_embeddings=256,
+    max_position_embeddings=2048,
     rms_norm_eps=1e-6,
     rope_theta=10_000.0,  # Qwen3's 1e6 is for contexts of 32 Ki
     tie_word_embeddings=True,
@@ -65,7 +65,7 @@ class Recipe:
     """What training.json must say so that someone can train the same model again."""
 
     steps: int = 3000  # at most
-    batch: int = 32  # sequences of max_position_embeddings tokens
+    batch: int = 4  # sequences of max_position_embeddings tokens
     learning_rate: float = 1e-3  # at its peak
     warmup: int = 100  # steps
     weight_decay: float = 0.1  # of matrices, not of gains
