@@ -378,7 +378,7 @@ DECODE = lab.Ladder(
             "an SM beside the one of `gate_up`",
             expected="`down` gains least by dependent launch because its second block starts late: "
             "less time for it",
-            cause="",
+            cause="Not known.",
         ),
         lab.Rejected(
             qwen3_decode_fetching,
@@ -386,7 +386,7 @@ DECODE = lab.Ladder(
             attempt="before they wait, `o` and `down` have L2 fetch the weights of the next kernel",
             expected="the weights of `gate_up` come while attention leaves memory idle: 9 % less "
             "time",
-            cause="",
+            cause="Not known.",
         ),
     ),
 )
