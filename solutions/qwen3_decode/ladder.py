@@ -378,7 +378,10 @@ DECODE = lab.Ladder(
             "an SM beside the one of `gate_up`",
             expected="`down` gains least by dependent launch because its second block starts late: "
             "less time for it",
-            cause="Not known.",
+            cause="48 registers hold a row's weights and half of the input, 56 all. So in the "
+            "machine code only three of the input's six loads follow the wait at once; the "
+            "others come as registers get free. The next kernel waits for all of that. What "
+            "room alone would do, this does not tell.",
         ),
         lab.Rejected(
             qwen3_decode_fetching,
@@ -386,7 +389,8 @@ DECODE = lab.Ladder(
             attempt="before they wait, `o` and `down` have L2 fetch the weights of the next kernel",
             expected="the weights of `gate_up` come while attention leaves memory idle: 9 % less "
             "time",
-            cause="Not known.",
+            cause="Not known: ncu, which could count, runs kernels one after the other. A guess: "
+            "what is fetched for later stands before what a kernel waits for now.",
         ),
     ),
 )

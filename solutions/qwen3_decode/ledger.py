@@ -6,8 +6,8 @@
 Phases. `qkv`: norm and q, k, v (in layer 0 the embedding, too); `attention`: q/k-norm, rotation,
 cache write, attention; `o`: projection and residual sum; `gate_up`: norm, projections, SwiGLU;
 `down`: projection and residual sum; `head`: norm, logits, next token. Where one kernel adds the
-residual and norms, it belongs to the phase of the sum. A step says where each begins; for one run,
-a kernel that does nothing is launched there, so that the profiler shows which kernels lie between.
+residual and norms, it belongs to the phase of the sum. A step says where each begins; in a run of
+its own, a kernel that does nothing is launched there: the profiler shows which kernels lie between.
 
 Bytes are counted from shapes, at a context of so many keys in the cache: weights and gains once,
 keys and values once and the new ones written, activations read and written. The floor is the
@@ -44,7 +44,7 @@ OF_LAYER = {  # phase -> fields of Layer
     "down": ("down",),
 }
 GAPS, ALL = "gaps", "all kernels"  # what no kernel takes; a step that names no phases
-MARK = "ledger_mark_kernel"
+MARK = "ledger_mark_"  # and the phase: the name of a kernel
 TOKENS, ROUNDS = 32, 9  # tokens of a timed loop, and loops
 FEW = 4  # tokens of a step that takes longer than SLOW_S
 SEGMENTS = (  # parts of a bar of the figure: name, colour, colour of the number in it
@@ -131,61 +131,65 @@ def measured(step: Step, context: int) -> dict[str, float]:
     first = max(0, context - tokens // 2)  # so that the mean position is `context`
     took = statistics.median(loop(step, 0, first, tokens) for _ in range(ROUNDS))
     step.start(0, first)
-    kernels = kernels_of(lambda: step.decode_many(tokens))
+    kernels = sorted(kernels_of(lambda: step.decode_many(tokens)))
     if not kernels:
         raise RuntimeError("torch's profiler saw no kernels: is CUPTI free for it?")
-    times = per_phase(phases_of(step, first), kernels, tokens)
+    seen = marked_run(step, first, tokens)
+    if len(seen) == len(kernels):
+        seen = [(*times, phase) for (*times, _), (*_, phase) in zip(kernels, seen, strict=True)]
+    # Else torch chose other kernels in the two runs, and the times are those of the marked one.
+    times = per_phase(seen, tokens)
     return {**times, GAPS: took - sum(times.values())}
 
 
-def per_phase(
-    phases: Sequence[str], kernels: Iterable[tuple[float, float, str]], tokens: int
-) -> dict[str, float]:
-    """Phase -> seconds of one token, from start and end in µs, and name, of the kernels of many.
-
-    `phases` are those of the kernels of one token, in their order; ALL where there are others.
-    """
+def per_phase(kernels: Iterable[tuple[float, float, str]], tokens: int) -> dict[str, float]:
+    """Phase -> seconds of one token, from start, end (in µs) and phase of the kernels of many."""
     kernels = sorted(kernels)
-    known = len(phases) > 0 and len(kernels) == len(phases) * tokens
-    times: dict[str, float] = dict.fromkeys(PHASES if known else (ALL,), 0.0)
-    done = 0.0
-    for i, (start, end, _) in enumerate(kernels):
-        phase = phases[i % len(phases)] if known else ALL
+    known = all(phase in PHASES for *_, phase in kernels)
+    times, done = dict.fromkeys(PHASES if known else (ALL,), 0.0), 0.0
+    for start, end, phase in kernels:
         times[phase] += max(0.0, end - max(start, done)) * 1e-6 / tokens
         done = max(done, end)
     return times
 
 
-def phases_of(step: Step, position: int) -> list[str]:
-    """The phase of each kernel that a token takes, in their order; none if the step names none."""
-    graph, seen, mark = step.graph, [], lab.cuda_kernel(f"__global__ void {MARK}() {{}}", MARK)
+def marked_run(step: Step, first: int, tokens: int) -> list[tuple[float, float, str]]:
+    """Start and end in µs, and phase, of the kernels of `tokens` tokens from position `first` on.
 
-    def marked(phase: str) -> None:
-        seen.append(phase)
-        mark[1, 1]()
-
-    step.marker = marked
-    step.start(0, position)
-    if graph is not None:
-        step.capture()  # another graph, with the marks in it
-    names = [name for *_, name in sorted(kernels_of(lambda: step.decode_many(1)))]
-    step.marker, step.graph = None, graph
-    return between_marks(names, seen)
-
-
-def between_marks(names: Sequence[str], seen: Sequence[str]) -> list[str]:
-    """The phase of each kernel but the marks: that of the last of `seen` whose mark came before.
-
-    What comes before the first is the embedding. `seen` may have those of earlier runs, too.
+    The phase is ALL if the step names none.
     """
-    count = sum(MARK in name for name in names)
-    phases, at = seen[len(seen) - count :], -1
-    found = []
-    for name in names:
+    marks = {p: lab.cuda_kernel(f"__global__ void {MARK}{p}() {{}}", MARK + p) for p in PHASES}
+    graph, named = step.graph, set()
+
+    def mark(phase: str) -> None:
+        named.add(phase)
+        marks[phase][1, 1]()
+
+    def run() -> None:
+        for _ in range(tokens):
+            marks[PHASES[0]][1, 1]()  # a step may look the embedding up before it names a phase
+            step.decode_many(1)
+
+    step.marker = mark
+    try:
+        step.start(0, first)
+        if graph is not None:
+            step.capture()  # another graph, with the marks in it
+        kernels = kernels_of(run)
+    finally:
+        step.marker, step.graph = None, graph
+    between = between_marks(kernels)
+    return between if named else [(start, end, ALL) for start, end, _ in between]
+
+
+def between_marks(kernels: Iterable[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """Each kernel but the marks, with the phase of the last mark before it instead of its name."""
+    found, phase = [], PHASES[0]
+    for start, end, name in sorted(kernels):
         if MARK in name:
-            at += 1
-        elif phases:
-            found.append(phases[max(at, 0)])
+            phase = next(p for p in PHASES if MARK + p in name)
+        else:
+            found.append((start, end, phase))
     return found
 
 
