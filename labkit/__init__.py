@@ -1,6 +1,6 @@
 """labkit: timing, correctness and plotting for The Kernel Ladder. Import it first."""
 
-from labkit.args import FLOATS, check_contiguous, check_tensors
+from labkit.args import FLOATS, check_apart, check_contiguous, check_count, check_tensors
 from labkit.bench import bench
 from labkit.check import CheckFailed, Verdict, check
 from labkit.compare import compare
@@ -37,7 +37,9 @@ __all__ = [
     "Work",
     "bench",
     "check",
+    "check_apart",
     "check_contiguous",
+    "check_count",
     "check_tensors",
     "compare",
     "compile_card",

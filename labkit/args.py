@@ -13,11 +13,17 @@ import torch
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_tensors(*, dtypes: tuple[torch.dtype, ...] = FLOATS, **tensors: torch.Tensor) -> None:
+def check_tensors(
+    *,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    like: torch.Tensor | None = None,
+    **tensors: torch.Tensor,
+) -> None:
     """Refuse tensors that no kernel could take together, naming the argument.
 
     `lab.check_tensors(x=x, w=w)`: all are tensors of one dtype, one of `dtypes`, on the lab's
-    device. Tensors of another dtype (indices, say) take a call of their own.
+    device. Tensors of another dtype (indices, say) take a call of their own; with `like`, a tensor
+    of the first call, they must be on its device.
 
     TypeError for what is not a tensor or has the wrong dtype, ValueError for the wrong device.
     """
@@ -31,6 +37,8 @@ def check_tensors(*, dtypes: tuple[torch.dtype, ...] = FLOATS, **tensors: torch.
                 raise TypeError(f"{name} is {dtype}, must be {_either(dtypes)}")
             if device.type != DEVICE.torch:
                 raise ValueError(f"{name} is on {device}, must be on {DEVICE.torch}: {_why()}")
+            if like is not None and device != like.device:
+                raise ValueError(f"{name} is on {device}, the other tensors are on {like.device}")
             continue
         if t.dtype != dtype:
             raise TypeError(f"{name} is {t.dtype}, must be {dtype} like {first}")
@@ -49,6 +57,38 @@ def check_contiguous(**tensors: torch.Tensor) -> None:
                 f"{name} has shape {tuple(t.shape)} and strides {t.stride()}, must be contiguous: "
                 f"pass {name}.contiguous()"
             )
+
+
+def check_apart(*, in_place: bool = False, **tensors: torch.Tensor) -> None:
+    """ValueError where the first tensor, which a kernel writes, shares memory with another.
+
+    `lab.check_apart(out=out, x=x)`: the kernel would read what it has just written. `in_place`:
+    it reads a number before it writes it, so exactly the same memory is fine. Between its first
+    byte and its last, all memory counts as a tensor's own.
+    """
+    (first, out), *others = tensors.items()
+    begin, end = _extent(out)
+    for name, t in others:
+        same = in_place and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
+        first_byte, past = _extent(t)
+        if max(begin, first_byte) < min(end, past) and not same:
+            raise ValueError(f"{first} shares memory with {name}, which is read: it needs its own")
+
+
+def check_count(**numbers: int) -> None:
+    """TypeError, naming the argument, for what is not an int: a tensor would wait for the GPU."""
+    for name, n in numbers.items():
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"{name} is a {type(n).__name__}, must be an int")
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of that after its last; the same if it has none."""
+    begin = t.data_ptr()
+    if t.numel() == 0:
+        return begin, begin
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return begin, begin + (last + 1) * t.element_size()
 
 
 def _either(dtypes: tuple[torch.dtype, ...]) -> str:

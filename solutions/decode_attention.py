@@ -410,7 +410,7 @@ def check_args(
     Lengths in the GPU's memory are read only if `validate`: that waits for the GPU.
     """
     lab.check_tensors(q=q, k=k, v=v)
-    lab.check_tensors(dtypes=(torch.int32,), context_lens=context_lens)
+    lab.check_tensors(dtypes=(torch.int32,), like=q, context_lens=context_lens)
     if q.ndim != 3:
         raise ValueError(f"q has shape {tuple(q.shape)}, must be [B, H, D]")
     B, H, D = q.shape
@@ -419,30 +419,28 @@ def check_args(
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, must be {tuple(k.shape)} like k")
     S, H_kv = k.shape[1:3]
-    place = "slots of a sequence in k"
-    check_contexts(q, H_kv, context_lens, S, place, max_context, validate)
+    check_heads(q, H_kv, S, "slots of a sequence in k", max_context)
+    check_lengths(context_lens, B, S, validate)
     return B, H, H_kv, S, D
 
 
-def check_contexts(
-    q: Tensor,
-    H_kv: int,
-    context_lens: Tensor,
-    most: int,
-    place: str,
-    max_context: int | None,
-    validate: bool,
-) -> None:
+def check_heads(q: Tensor, H_kv: int, most: int, place: str, max_context: int | None) -> None:
     """What chapter 11 needs too: q's heads go with H_kv, and contexts fit into `most` slots."""
-    B, H, _ = q.shape
-    if context_lens.shape != (B,):
-        raise ValueError(f"context_lens has shape {tuple(context_lens.shape)}, must be ({B},)")
-    if context_lens.device != q.device:
-        raise ValueError(f"context_lens is on {context_lens.device}, must be on {q.device} like q")
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}, must be [B, H, D]")
+    H = q.shape[1]
     if H % H_kv or not 1 <= H // H_kv <= MAX_GROUP:
         raise ValueError(f"{H=} query heads must be 1 to {MAX_GROUP} times {H_kv=}")
-    if max_context is not None and not 1 <= max_context <= most:
-        raise ValueError(f"{max_context=} must lie in 1 … {most}, the {place}")
+    if max_context is not None:
+        lab.check_count(max_context=max_context)
+        if not 1 <= max_context <= most:
+            raise ValueError(f"{max_context=} must lie in 1 … {most}, the {place}")
+
+
+def check_lengths(context_lens: Tensor, B: int, most: int, validate: bool) -> None:
+    """A length for each sequence, of at most `most`; on a GPU that is looked at if `validate`."""
+    if context_lens.shape != (B,):
+        raise ValueError(f"context_lens has shape {tuple(context_lens.shape)}, must be ({B},)")
     if B > 0 and (validate or not context_lens.is_cuda):
         for value in (int(context_lens.min()), int(context_lens.max())):
             if not 0 <= value <= most:
@@ -809,7 +807,11 @@ def decode_attention_workspace(
     q: Queries, k: Cache, *, max_context: int | None = None
 ) -> Workspace:
     """What `decode_attention` needs beside its output, for calls with these shapes one by one."""
+    lab.check_tensors(q=q, k=k)
+    if k.ndim != 4 or 0 in k.shape[1:]:
+        raise ValueError(f"k has shape {tuple(k.shape)}, must be (B, S, H_kv, D)")
     B, S, H_kv, _ = k.shape
+    check_heads(q, H_kv, S, "slots of a sequence in k", max_context)
     return new_workspace(q, H_kv, splits_for(B, H_kv, max_context or S))
 
 
@@ -1084,16 +1086,20 @@ def memory(
     if out.shape != q.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, must be {tuple(q.shape)} like q")
     lab.check_contiguous(out=out)
+    lab.check_apart(out=out, q=q)
     if workspace is None:
         return out, new_workspace(q, H_kv, splits, keep=True)
+    if not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace is a {type(workspace).__name__}, must be a Workspace")
     wanted = [((B, H, splits, D), torch.float32), ((B, H, splits), torch.float32)]
     wanted += [((n,), torch.int32) for n in (B * H_kv, B * H * splits * (D + 1))]
     for (shape, dtype), (name, x) in zip(wanted, workspace._asdict().items(), strict=True):
-        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, q.device):
+        lab.check_tensors(dtypes=(dtype,), **{f"workspace.{name}": x})
+        if (tuple(x.shape), x.device) != (shape, q.device):
             raise ValueError(
-                f"workspace.{name} is {x.dtype} {tuple(x.shape)} on {x.device}, must be {dtype} "
-                f"{shape} on {q.device}: make one with decode_attention_workspace or "
-                "paged_kv_workspace, for this max_context"
+                f"workspace.{name} is {tuple(x.shape)} on {x.device}, must be {shape} on "
+                f"{q.device}: make one with decode_attention_workspace or paged_kv_workspace, for "
+                "this max_context"
             )
         lab.check_contiguous(**{f"workspace.{name}": x})
     return out, workspace

@@ -513,6 +513,7 @@ def output(x: Tensor, N: int, out: Tensor | None) -> Tensor:
     lab.check_contiguous(out=out)
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, must be {shape}")
+    lab.check_apart(out=out, x=x)
     return out
 
 
@@ -945,7 +946,7 @@ def gemv_w8a16_fused(
     dtype of x, M from 1 to 8, K a multiple of 16, w_q at a multiple of 16 bytes.
     """
     lab.check_tensors(x=x, scale=scale)
-    lab.check_tensors(dtypes=(torch.int8,), w_q=w_q)
+    lab.check_tensors(dtypes=(torch.int8,), like=x, w_q=w_q)
     M, K = check_tokens(x)
     if w_q.ndim != 2 or w_q.shape[1] != K:
         raise ValueError(f"w_q has shape {tuple(w_q.shape)}, must be [N, {K}] to go with x")
@@ -1052,7 +1053,8 @@ def gemv_w4a16_fused(
     16 bytes.
     """
     lab.check_tensors(x=x, scale=scale)
-    lab.check_tensors(dtypes=(torch.uint8,), w_q=w_q)
+    lab.check_tensors(dtypes=(torch.uint8,), like=x, w_q=w_q)
+    lab.check_count(group=group)
     M, K = check_tokens(x)
     if w_q.ndim != 2 or 2 * w_q.shape[1] != K:
         shape = f"w_q has shape {tuple(w_q.shape)}, and x {tuple(x.shape)}"

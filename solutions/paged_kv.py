@@ -489,7 +489,8 @@ def check_args(
     Lengths and tables in the GPU's memory are read only if `validate`: that waits for the GPU.
     """
     lab.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    lab.check_tensors(dtypes=(torch.int32,), block_table=block_table, context_lens=context_lens)
+    tables = {"block_table": block_table, "context_lens": context_lens}
+    lab.check_tensors(dtypes=(torch.int32,), like=q, **tables)
     if q.ndim != 3:
         raise ValueError(f"q has shape {tuple(q.shape)}, must be [B, H, D]")
     B, H, D = q.shape
@@ -502,12 +503,11 @@ def check_args(
         raise ValueError(
             f"block_table has shape {tuple(block_table.shape)}, must be ({B}, max_pages)"
         )
-    if block_table.device != q.device:
-        raise ValueError(f"block_table is on {block_table.device}, must be on {q.device} like q")
     num_pages, page_size, H_kv, _ = shape
     max_pages = block_table.shape[1]
     most, place = max_pages * page_size, "slots of a table row"
-    contiguous.check_contexts(q, H_kv, context_lens, most, place, max_context, validate)
+    contiguous.check_heads(q, H_kv, most, place, max_context)
+    contiguous.check_lengths(context_lens, B, most, validate)
     if B > 0 and (validate or not context_lens.is_cuda):
         first = torch.arange(max_pages, device=q.device) * page_size  # token of each table entry
         used = block_table[first < context_lens[:, None]]
@@ -563,8 +563,8 @@ def paged_kv_write(
     `validate` (which waits for the GPU) and under the simulators.
     """
     lab.check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    lab.check_tensors(dtypes=INTS, slot_mapping=slot_mapping)
-    if k.ndim != 3 or v.shape != k.shape:
+    lab.check_tensors(dtypes=INTS, like=k, slot_mapping=slot_mapping)
+    if k.ndim != 3 or 0 in k.shape[1:] or v.shape != k.shape:
         shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
         raise ValueError(f"k and v have shapes {shapes}, must both be [T, H_kv, D]")
     T, H_kv, D = k.shape
@@ -576,9 +576,11 @@ def paged_kv_write(
     if slot_mapping.shape != (T,):
         raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}, must be ({T},)")
     for name, x in (("k", k), ("v", v)):
-        if x.stride(2) != 1 or x.stride(1) != D:
+        if (D > 1 and x.stride(2) != 1) or (H_kv > 1 and x.stride(1) != D):
             raise ValueError(f"{name} has strides {x.stride()}: the heads of a token must adjoin")
     lab.check_contiguous(k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+    lab.check_apart(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    lab.check_apart(v_cache=v_cache, k=k, v=v)
     slots = k_cache.shape[0] * k_cache.shape[1]
     if T > 0 and (validate or not slot_mapping.is_cuda):
         for value in (int(slot_mapping.min()), int(slot_mapping.max())):
@@ -703,8 +705,19 @@ def paged_kv_workspace(
     q: Queries, k_cache: Pages, block_table: BlockTable, *, max_context: int | None = None
 ) -> Workspace:
     """What `paged_kv_attention` needs beside its output, for one call after another."""
+    lab.check_tensors(q=q, k_cache=k_cache)
+    lab.check_tensors(dtypes=(torch.int32,), like=q, block_table=block_table)
+    if k_cache.ndim != 4 or 0 in k_cache.shape[1:]:
+        shape = tuple(k_cache.shape)
+        raise ValueError(f"k_cache has shape {shape}, must be (num_pages, page_size, H_kv, D)")
+    if block_table.ndim != 2 or block_table.shape[1] == 0:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}, must be (B, max_pages)"
+        )
     page_size, H_kv = k_cache.shape[1:3]
-    splits = contiguous.splits_for(len(q), H_kv, max_context or block_table.shape[1] * page_size)
+    most = block_table.shape[1] * page_size
+    contiguous.check_heads(q, H_kv, most, "slots of a table row", max_context)
+    splits = contiguous.splits_for(len(q), H_kv, max_context or most)
     return contiguous.new_workspace(q, H_kv, splits)
 
 

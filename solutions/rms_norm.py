@@ -521,6 +521,14 @@ def rms_norm_residual_fused_kernel(
     tl.store(y_ptr + row * N + offs, y, mask=mask)
 
 
+def check_pair(y: Tensor, new: Tensor, x: Tensor, residual: Tensor, w: Tensor) -> None:
+    """Refuse outputs that share memory; each may be exactly x or residual, whose rows are read."""
+    lab.check_apart(out_y=y, out_residual=new, w=w)
+    lab.check_apart(out_residual=new, w=w)
+    lab.check_apart(out_y=y, x=x, residual=residual, in_place=True)
+    lab.check_apart(out_residual=new, x=x, residual=residual, in_place=True)
+
+
 def rms_norm_residual_fused(
     x: Rows, residual: Rows, w: Gain, eps: float = EPS, *, out: tuple[Rows, Rows] | None = None
 ) -> tuple[Rows, Rows]:
@@ -535,6 +543,8 @@ def rms_norm_residual_fused(
     y, new = (torch.empty_like(residual) for _ in range(2)) if out is None else out
     check_args(x, w, eps, out_y=y, out_residual=new)
     lab.check_contiguous(x=x, residual=residual, w=w, out_y=y, out_residual=new)
+    if out is not None:
+        check_pair(y, new, x, residual, w)
     if y.numel() == 0:
         return y, new
     if N <= SHORT:

@@ -436,18 +436,18 @@ def check_args(
 ) -> tuple[int, int, int, int]:
     """What every rung needs; returns T, H, H_kv and D."""
     lab.check_tensors(q=q, k=k)
-    lab.check_tensors(dtypes=(torch.float32,), cos_sin=cos_sin)
-    lab.check_tensors(dtypes=INTS, positions=positions)
-    if q.ndim != 3 or q.shape[2] % 2:
+    lab.check_tensors(dtypes=(torch.float32,), like=q, cos_sin=cos_sin)
+    lab.check_tensors(dtypes=INTS, like=q, positions=positions)
+    if q.ndim != 3 or q.shape[2] % 2 or 0 in q.shape[1:]:
         raise ValueError(f"q has shape {tuple(q.shape)}, must be [T, H, D] with an even D")
     T, H, D = q.shape
-    if k.ndim != 3 or (k.shape[0], k.shape[2]) != (T, D):
+    if k.ndim != 3 or (k.shape[0], k.shape[2]) != (T, D) or k.shape[1] == 0:
         raise ValueError(f"k has shape {tuple(k.shape)}, must be ({T}, H_kv, {D}) to go with q")
     if cos_sin.ndim != 2 or cos_sin.shape[1] != D:
         raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}, must be (P, {D})")
     if positions.shape != (T,):
         raise ValueError(f"positions has shape {tuple(positions.shape)}, must be ({T},)")
-    if H % max(1, k.shape[1]):
+    if H % k.shape[1]:
         raise ValueError(f"{H=} heads of q are no multiple of H_kv={k.shape[1]} heads of k")
     return T, H, k.shape[1], D
 
@@ -455,7 +455,8 @@ def check_args(
 def check_heads(**tensors: Tensor) -> None:
     """ValueError where the heads of a token do not lie one after another; tokens may be apart."""
     for name, t in tensors.items():
-        if t.stride(2) != 1 or t.stride(1) != t.shape[2]:
+        _, heads, D = t.shape
+        if (D > 1 and t.stride(2) != 1) or (heads > 1 and t.stride(1) != D):
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)} and strides {t.stride()}, must have its heads "
                 f"one after another: pass {name}.contiguous()"
@@ -479,7 +480,7 @@ def check_cache_args(
     lab.check_tensors(
         q=q, v=v, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache, out=out
     )
-    lab.check_tensors(dtypes=INTS, slot_mapping=slot_mapping)
+    lab.check_tensors(dtypes=INTS, like=q, slot_mapping=slot_mapping)
     wanted = {
         "v": (v, k.shape),
         "q_weight": (q_weight, (D,)),
@@ -499,6 +500,9 @@ def check_cache_args(
         q_weight=q_weight, k_weight=k_weight, slot_mapping=slot_mapping, out=out,
         k_cache=k_cache, v_cache=v_cache,
     )  # fmt: skip
+    lab.check_apart(out=out, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    lab.check_apart(k_cache=k_cache, v_cache=v_cache, q=q, k=k, v=v)
+    lab.check_apart(v_cache=v_cache, q=q, k=k, v=v)
 
 
 def check_range(validate: bool, **tables: tuple[Tensor, int, int]) -> None:

@@ -320,6 +320,7 @@ def check_projection(x: Tensor, w_gate_up: Tensor, out: Tensor | None) -> tuple[
         lab.check_contiguous(out=out)
         if out.shape != (M, N):
             raise ValueError(f"out has shape {tuple(out.shape)}, must be {(M, N)}")
+        lab.check_apart(out=out, x=x, w_gate_up=w_gate_up)
     return M, N, K
 
 
