@@ -1,6 +1,6 @@
 """The bars that targets are made of: each reads one number from a chapter's results.
 
-A time is a median. Ratios of times are rounded to two decimals, as the spread between two runs of
+A time is a median. Ratios of times are rounded to three digits, as the spread between two runs of
 one kernel is some tenths of a per cent: "no slower" means a ratio of at most 1.00.
 """
 
@@ -31,8 +31,8 @@ def ratio(rung: str, other: str, at_most: float, *, dtype: str, **size: int) -> 
     """The rung's time over that of another rung or peer, at one size."""
     return Bar(
         f"{rung} takes at most {at_most:.2f} times as long as {other} at {_at(dtype, size)}",
-        lambda results: round(
-            results.time(rung, dtype=dtype, **size) / results.time(other, dtype=dtype, **size), 2
+        lambda results: three_digits(
+            results.time(rung, dtype=dtype, **size) / results.time(other, dtype=dtype, **size)
         ),
         at_most=at_most,
     )
@@ -47,11 +47,16 @@ def best_peer(rung: str, problem: str, *, dtype: str) -> Bar:
             / results.best_peer(problem, dtype=dtype, **size)
             for size in results.sizes(rung, dtype)
         ]
-        return round(max(ratios), 2)
+        return three_digits(max(ratios))
 
     return Bar(
         f"{rung} is no slower than the best peer at any swept size, {dtype}", worst, at_most=1.0
     )
+
+
+def three_digits(ratio: float) -> float:
+    """A ratio of two times, to as many digits as they are good for."""
+    return float(f"{ratio:.3g}")
 
 
 def _at(dtype: str, size: dict[str, int]) -> str:

@@ -125,7 +125,7 @@ library, `torch.compile` and the other packages measured in the same run. Measur
 ## The bars
 
 A bar is written down before the first measurement. One that is missed stays here as missed; its
-chapter says why, or that the reason is not known. Ratios of times are rounded to two decimals.
+chapter says why, or that the reason is not known. Ratios of times are rounded to three digits.
 
 {bars_table()}
 """

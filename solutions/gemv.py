@@ -304,10 +304,9 @@ GEMV_W8A16 = lab.Problem(
         lab.Bar(
             "gemv_w8a16_fused is at least 1.6 times as fast as gemv_split_k in bfloat16 at M=1, "
             "N=28,672, K=8,192",
-            lambda results: round(
+            lambda results: bars.three_digits(
                 results.time("gemv_split_k", "bfloat16", M=1, N=28672, K=8192)
-                / results.time("gemv_w8a16_fused", "bfloat16", M=1, N=28672, K=8192),
-                2,
+                / results.time("gemv_w8a16_fused", "bfloat16", M=1, N=28672, K=8192)
             ),
             at_least=1.6,
         ),

@@ -102,14 +102,18 @@ def test_plain_prefill_has_the_bits_of_transformers(dtype):
 @pytest.mark.parametrize("T", [1, 2, 19])
 def test_every_candidate_computes_the_same(T):
     model, seen = model_of(), set()
-    for part, _, name in dispatch.candidates(model.config, T, gpu=not lab.SIMULATED):
+    for part, shape, name in dispatch.candidates(model.config, T, gpu=not lab.SIMULATED):
         if name == "sdpa_cudnn":
             continue  # takes no float32
         plan = Plan(T, **{part: name})
+        if name == "gemv" and shape["M"] > 8:
+            with pytest.raises(ValueError, match=r"M=19 must be 1 to 8"):
+                prefill.prefill(model, tokens_of(model, T), cache_of(model), plan)
+            continue
         agrees(model, T, lambda tokens, cache, p=plan: prefill.prefill(model, tokens, cache, p))
         seen.add(part)
     assert {"qkv", "norm", "rotation", "gate_up", "head"} <= seen
-    assert ("o" in seen) == (T <= 8)  # gemv takes few tokens
+    assert ("o" in seen) == (T <= 8)
 
 
 def test_all_candidates_together_compute_the_same():

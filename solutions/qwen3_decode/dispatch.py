@@ -22,8 +22,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from solutions import gemv
-
 from .config import Qwen3Config
 from .gate import divergence
 from .peers import transformers_prefill
@@ -63,11 +61,10 @@ def shapes(config: Qwen3Config, T: int) -> dict[str, dict[str, int]]:
 def candidates(
     config: Qwen3Config, T: int, gpu: bool = True
 ) -> Iterable[tuple[str, dict[str, int], str]]:
-    """Part, shape and name of every candidate that can take T tokens, in the order of trials."""
+    """Part, shape and name of every candidate for T tokens, in the order of trials."""
     for part, shape in shapes(config, T).items():
         for name in CHOICES[part][1:]:
-            late = name == "gemv" and shape["M"] > gemv.MAX_M
-            if not late and (gpu or name not in GPU_ONLY):
+            if gpu or name not in GPU_ONLY:
                 yield part, shape, name
 
 

@@ -2,8 +2,9 @@
 
 Each prompt is read by the reference in bfloat16, up to its last tokens. Those the rung reads one by
 one, whatever it would have written itself (teacher forcing), with the keys and values that it wrote
-for those before. Beside it stands what the reference in bfloat16 does, which is what Transformers
-does: that much is bfloat16's doing, and allowed.
+for those before. The longest prompt it reads whole, so that all of them are its own. Beside it
+stands what the reference in bfloat16 does, which is what Transformers does: that much is bfloat16's
+doing, and allowed.
 
     nll        mean over tokens of -ln p(the token that follows), in nats
     nll_gap    mean over tokens of its distance from that of float32, either way: a mean of signed
@@ -44,7 +45,6 @@ ALLOWED = 1.5
 AGREEMENT = 0.99
 COSINE = 0.999
 LAST = 8  # tokens of a prompt that the rung reads: some rungs take Python 50 ms and more for one
-WATCHED = 8  # prompts, the first ones, whose residual stream is compared
 FREE = 1024  # tokens that graph and eager write on their own
 STALE = 4.0  # in all slots past the context: zeros would hide that someone looks there
 TEXT = SMALL / HELD_OUT  # what the small model was not trained on
@@ -219,11 +219,14 @@ def fill(step: Step, cache: Cache, count: int) -> None:
 
 @torch.no_grad()
 def forced(
-    step: Step, tokens: Tensor, first: int, last: int, watch: bool
+    step: Step, tokens: Tensor, first: int, last: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Read `last` given tokens from position `first` on: as `Tally.add` wants what came of it."""
+    """Read `last` given tokens from position `first` on: as `Tally.add` wants what came of it.
+
+    A captured step shows no residual stream.
+    """
     logits, chosen = [], []
-    step.residuals = [] if watch else None
+    step.residuals = [] if step.graph is None else None
     step.start(int(tokens[first]), first)
     for position in range(first, first + last):
         step.tokens[position] = tokens[position]  # whatever the step before wrote there
@@ -245,14 +248,14 @@ class Judged:
         self.graph_tokens, self.graph_agrees, self.repeats = 0, True, True
         self.own = Tally()
 
-    def read(self, tokens: Tensor, truth: Truth, cache: Cache, last: int, watch: bool) -> None:
-        """Judge one prompt; if `watch`, with its residual stream."""
-        first, graph = len(tokens) - 1 - last, self.eager is not self.step
+    def read(self, tokens: Tensor, truth: Truth, cache: Cache, last: int) -> None:
+        """Judge one prompt; of a graph, the residual stream is that of Python's launches."""
+        first = len(tokens) - 1 - last
         fill(self.step, cache, first)
-        logits, chosen, seen = forced(self.step, tokens, first, last, watch and not graph)
-        if watch and graph:
+        logits, chosen, seen = forced(self.step, tokens, first, last)
+        if self.eager is not self.step:
             fill(self.eager, cache, first)
-            _, same, seen = forced(self.eager, tokens, first, last, watch)
+            _, same, seen = forced(self.eager, tokens, first, last)
             self.graph_agrees &= torch.equal(chosen, same)
         self.own.add(truth, logits, chosen, seen)
 
@@ -289,9 +292,9 @@ def gates(
 ) -> dict[str, Gate]:
     """The gate of several rungs, by name: the references read each prompt once for all of them.
 
-    `prompts` are token ids [T + 1]: T that are read, the last `last` of them by the rung, and one
-    that follows. `weights` says what model it is. A rung with a graph also writes `free` tokens, or
-    as many as the model has positions for.
+    `prompts` are token ids [T + 1]: T that are read, the last `last` of them by the rung (of the
+    longest prompt, all), and one that follows. `weights` says what model it is. A rung with a graph
+    also writes `free` tokens, or as many as the model has positions for.
     ValueError for a model that is not in bfloat16, or a prompt too short for `last`.
     """
     config, device = model.config, model.embed.device
@@ -300,27 +303,28 @@ def gates(
     read_lengths = [len(p) - 1 for p in prompts]
     if min(read_lengths) <= last:
         raise ValueError(f"a prompt of {min(read_lengths)} tokens is too short for {last=}")
-    shortest = read_lengths.index(min(read_lengths))
     longest, full = max(read_lengths), cast(model, torch.float32)
+    whole, shortest = (read_lengths.index(T) for T in (longest, min(read_lengths)))
     S = min(longest + free, config.max_position_embeddings)
     judged = {name: Judged(build, model, S) for name, build in builds.items()}
     caches = [new_cache(config, longest, t, device) for t in (torch.float32, torch.bfloat16)]
-    float32, allowance = Tally(), Tally()
+    float32, allowance, total = Tally(), Tally(), 0
     for n, prompt in enumerate(prompts):
-        tokens = prompt.to(device)
-        exact = read(full, tokens[:-1], caches[0], last)
-        bf16 = read(model, tokens[:-1], caches[1], last)
-        truth = Truth.of(tokens[-last:], exact, bf16[0])
+        tokens, judges = prompt.to(device), longest if n == whole else last
+        total += judges
+        exact = read(full, tokens[:-1], caches[0], judges)
+        bf16 = read(model, tokens[:-1], caches[1], judges)
+        truth = Truth.of(tokens[-judges:], exact, bf16[0])
         float32.add(truth, exact[0], exact[0].argmax(1), None)
         allowance.add(truth, bf16[0], bf16[0].argmax(1), bf16[1])
         for rung in judged.values():
             if n == shortest and rung.eager is not rung.step:
                 rung.write(tokens, caches[1], last, free)
-            rung.read(tokens, truth, caches[1], last, n < WATCHED)
+            rung.read(tokens, truth, caches[1], judges)
     nll, count = torch.cat(float32.nll).mean().item(), len(prompts)
     return {
         name: Gate(
-            name, weights, count, count * last, min(read_lengths), longest, nll,
+            name, weights, count, total, min(read_lengths), longest, nll,
             rung.own.scores(), allowance.scores(), rung.graph_tokens, rung.graph_agrees,
             rung.repeats,
         )

@@ -47,11 +47,16 @@ GAPS, ALL = "gaps", "all kernels"  # what no kernel takes; a step that names no 
 MARK = "ledger_mark_"  # and the phase: the name of a kernel
 TOKENS, ROUNDS = 32, 9  # tokens of a timed loop, and loops
 FEW = 4  # tokens of a step that takes longer than SLOW_S
-SEGMENTS = (  # parts of a bar of the figure: name, colour, colour of the number in it
-    ("floor of its bytes", plot.ACCENT, "white"),
-    ("kernels, beyond that", plot.WASTE, plot.CEILING),
-    ("gaps between them", "#d1d5db", plot.CEILING),
-)
+SHADES = {  # phase -> colour of its parts of a bar, and of the number in them
+    "qkv": ("#1d4ed8", "white"),
+    "attention": (plot.ACCENT, "white"),
+    "o": ("#93c5fd", plot.CEILING),
+    "gate_up": ("#047857", "white"),
+    "down": ("#6ee7b7", plot.CEILING),
+    "head": ("#7c3aed", "white"),
+    ALL: (plot.WASTE, plot.CEILING),
+    GAPS: ("#d1d5db", plot.CEILING),
+}
 
 
 @dataclass(frozen=True)
@@ -239,39 +244,49 @@ def total(rows: Sequence[Row]) -> Row:
 
 
 def figure(rows: Sequence[Row]) -> plot.Picture:
-    """A bar for each rung, whose parts are shares of its time: floor, kernels beyond it, gaps.
+    """A bar for each rung, whose parts are the shares of phases and gaps; ▾ marks its floor.
 
+    Above them, the shares of the floor itself, with the bytes that make it: those of the last rung.
     From measured rows. ValueError where there is no time to draw.
     """
-    groups, bars = rungs_of(rows), []
+    groups, bars = rungs_of(rows), []  # of a bar: name, what its end says, floor, parts
+    contexts = {context for _, context in groups}
     for (rung, context), part in groups.items():
-        one, gaps = total(part), sum(row.measured_s or 0 for row in part if row.phase == GAPS)
+        one = total(part)
         if one.measured_s is None or one.floor_s is None:
             raise ValueError(f"rung {rung!r} at {context} keys has no measured time to draw")
-        gaps = max(0.0, gaps)
-        bars.append((one.floor_s, max(0.0, one.measured_s - one.floor_s - gaps), gaps))
+        name = rung if len(contexts) == 1 else f"{rung}, {context:,} keys"
+        parts = [(row.phase, row.measured_s, lab.microseconds(row.measured_s)) for row in part]
+        bars.append((name, lab.microseconds(one.measured_s), one.floor_s, parts))
+    read = [(r.phase, r.floor_s, f"{(r.weights + r.kv) / 1e6:,.0f} MB") for r in part]
+    bars.insert(0, ("floor, by bytes", lab.microseconds(one.floor_s), None, read))
     title = (
         f"{one.rung}: {lab.microseconds(one.measured_s)} a token, "
         f"and its bytes need {lab.percent(one.floor_s / one.measured_s)} of that"
     )
     drawing, axes = plot.new(title, 1.1 + 0.36 * len(bars))
-    for i, bar in enumerate(bars):
-        whole, left = sum(bar), 0.0
-        for (_, color, ink), seconds in zip(SEGMENTS, bar, strict=True):
-            share = seconds / whole
+    for i, (_, end, floor, parts) in enumerate(bars):
+        whole, left = sum(max(0.0, seconds) for _, seconds, _ in parts), 0.0
+        for phase, seconds, number in parts:
+            share, (color, ink) = max(0.0, seconds) / whole, SHADES[phase]
             axes.barh([i], [share], left=left, color=color, height=0.66)
-            if share > 0.12:  # there is room for the number
-                number, middle = lab.microseconds(seconds), left + share / 2
-                axes.text(middle, i, number, ha="center", va="center", fontsize=8, color=ink)
+            if share > 0.018 * len(number):  # there is room for it
+                at = left + share / 2
+                axes.text(at, i, number, ha="center", va="center", fontsize=7, color=ink)
             left += share
-        axes.text(1.01, i, lab.microseconds(whole), va="center", fontsize=8)
-    for n, (name, color, _) in enumerate(SEGMENTS):  # over the bars, in their order
-        axes.text(0.38 * n, -0.75, "■", color=color, fontsize=10, va="center")
-        axes.text(0.38 * n + 0.035, -0.75, name, fontsize=8, va="center")
-    contexts = {context for _, context in groups}
+        if floor is not None:
+            axes.plot([floor / whole], [i - 0.44], "v", ms=5, color=plot.CEILING)
+        axes.text(1.01, i, end, va="center", fontsize=8)
+    seen, left = {phase for *_, parts in bars for phase, *_ in parts}, 0.0
+    for phase, (color, _) in SHADES.items():  # over the bars, in their order
+        if phase in seen:
+            axes.text(left, -0.85, "■", color=color, fontsize=10, va="center")
+            axes.text(left + 0.035, -0.85, phase, fontsize=8, va="center")
+            left += 0.075 + 0.017 * len(phase)
+    axes.text(left, -0.85, "▾ floor", fontsize=8, va="center")
     where = f", {contexts.pop():,} keys" if len(contexts) == 1 else ""
-    axes.set_yticks(range(len(bars)), [r if where else f"{r}, {c:,} keys" for r, c in groups])
-    axes.set_ylim(len(bars) - 0.5, -1.1)
+    axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
+    axes.set_ylim(len(bars) - 0.5, -1.2)
     axes.set_xlim(0, 1.16)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.set_xlabel(f"share of a token's time{where}", fontsize=8)

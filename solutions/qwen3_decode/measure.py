@@ -164,6 +164,9 @@ def host_loop(step: Step, token: int, position: int) -> float:
 
 
 def launches(step: Step, token: int, position: int) -> int:
-    """Kernels of one token, with those of torch around it."""
+    """Kernels of one token, with those of torch around it: the least of three counts.
+
+    Now and then the profiler sees one more than there are.
+    """
     step.start(token, position)
-    return count_kernels(lambda: step.decode_many(1))
+    return min(count_kernels(lambda: step.decode_many(1)) for _ in range(3))
