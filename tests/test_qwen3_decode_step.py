@@ -309,7 +309,7 @@ def test_graph_and_eager_agree_token_for_token(config):
 @gpu_only
 def test_ops_in_a_graph_agree_with_ops():
     model = model_of(SMALL)
-    (eager, _), (graph, _) = (started(OpsStep, model, 40, 256) for _ in range(2))
+    (eager, _), (graph, _) = (started(OpsStep, model, 400, 512) for _ in range(2))
     graph.capture()
     assert torch.equal(eager.decode_many(64), graph.decode_many(64))
 
