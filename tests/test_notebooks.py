@@ -1,5 +1,6 @@
 """Every chapter as it is committed: its form, its size, and where its numbers come from."""
 
+import labkit as lab
 from labkit.sync import notebooks
 
 import base64
@@ -109,6 +110,14 @@ def test_cells_ran_once_from_top_to_bottom(chapter):
         assert "raises-exception" not in tags(cell), where(chapter, cell)
         errors = [o.ename for o in cell.outputs if o.output_type == "error"]
         assert not errors, where(chapter, cell)
+
+
+@each_chapter
+def test_outputs_are_those_of_the_device_that_was_recorded(chapter):
+    device = lab.results(chapter.split("_", 1)[1]).data["device"]["name"]
+    told = [o.text for cell in code_cells(chapter)[:1] for o in cell.outputs]
+    assert told
+    assert told[0].startswith(f"kernels run here on: {device}\n")
 
 
 @each_chapter
