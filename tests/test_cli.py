@@ -185,7 +185,7 @@ def generate(capsys, *arguments):
     ("arguments", "words"),
     [
         (("",), "prompt=''"),
-        (("word " * 300,), "tokens, the cache 256 slots"),
+        (("word " * 3000,), "tokens, the cache 2048 slots"),
         (("a", "--tokens", "-1"), "tokens=-1"),
         (("a", "--dtype", "int8"), "dtype='int8'"),
         (("a", "--model", "no_such_folder"), "model='no_such_folder'"),

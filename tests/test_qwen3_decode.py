@@ -235,6 +235,20 @@ def test_a_tied_head_in_the_file_is_left_out(copied):
     assert model.head is model.embed
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:-1].clone(), r"lm_head.weight has shape \[299, 48\], .* wants \[300, 48\]"),
+        (lambda x: x.float(), "lm_head.weight has dtype float32, config.json says bfloat16"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_tied_head_that_is_none_is_refused(change, message, copied):
+    rewrite(copied, lambda t: t | {"lm_head.weight": change(t["model.embed_tokens.weight"])})
+    with pytest.raises(ModelError, match=f"model.safetensors: {message}"):
+        weights.load_model(copied, device="cpu")
+
+
 # Bad folders --------------------------------------------------------------------------------------
 
 
@@ -278,7 +292,11 @@ BAD_WEIGHTS = {
         f"{Q} has dtype float32, config.json says bfloat16",
     ),
     "integers": (replaced(Q, lambda x: x.to(torch.int8)), f"{Q} has dtype I8, config.json says"),
-    "missing": (without(Q), f"no shard holds {Q}"),
+    "missing": (without(Q), f"model.safetensors: {Q} is missing"),
+    "layers": (
+        lambda f: edit(f / "config.json", num_hidden_layers=30_000_000),  # no list of their names
+        "config.json: num_hidden_layers=30000000, and the weights hold 24 tensors",
+    ),
     "unknown": (
         lambda f: rewrite(f, lambda t: t | {"model.layers.2.extra": torch.ones(1)}),
         "unknown tensor model.layers.2.extra",
@@ -310,11 +328,32 @@ def test_bad_shards_are_named(folder, tmp_path):
     with pytest.raises(ModelError, match=f"{shard.name}: missing shard, which") as failure:
         weights.load_model(tmp_path, device="cpu")
     one_line(failure.value, tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "y" * 300}}))
+    with pytest.raises(ModelError, match="y: missing shard, which") as failure:
+        weights.load_model(tmp_path, device="cpu")
+    one_line(failure.value, tmp_path)
+    index.write_text("{}")
     with pytest.raises(ModelError, match=r"index.json: weight_map does not say"):
         weights.load_model(tmp_path, device="cpu")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../y"}}')
+    index.write_text('{"weight_map": {"x": "../y"}}')
     with pytest.raises(ModelError, match=r"index.json: '../y' is not a file of this folder"):
+        weights.load_model(tmp_path, device="cpu")
+
+
+def test_a_missing_tensor_is_named_with_the_file_that_lacks_it(folder, tmp_path):
+    sharded(folder, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    path = tmp_path / listed[Q]
+    held = weights.open_shard(path, "cpu")
+    others = {name: held.get_tensor(name).clone() for name in held.keys() if name != Q}  # noqa: SIM118
+    train.save_file(others or {"x": torch.ones(1)}, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{path.name}: {Q} is missing"):
+        weights.load_model(tmp_path, device="cpu")
+    del listed[Q]
+    index.write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(ModelError, match=f"{index.name}: {Q} is missing"):
         weights.load_model(tmp_path, device="cpu")
 
 
@@ -360,7 +399,11 @@ def test_bad_configs_are_named(key, copied):
 def test_bad_files_are_named(copied, tmp_path):
     with pytest.raises(ModelError, match=r"nowhere: no such folder"):
         config.read_config(tmp_path / "nowhere")
-    for text, message in (("{", "not JSON"), ("[]", "a JSON object is wanted, this is a list")):
+    for text, message in (
+        ("{", "not JSON"),
+        ("[" * 200_000, "not JSON"),
+        ("[]", "a JSON object is wanted, this is a list"),
+    ):
         (copied / "config.json").write_text(text)
         with pytest.raises(ModelError, match=rf"config.json: {message}"):
             config.read_config(copied)
@@ -377,6 +420,21 @@ def test_stop_tokens_come_from_generation_config_first(copied):
     assert config.read_config(copied).stop_tokens == (7,)
     (copied / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
     assert config.read_config(copied).stop_tokens == (0, 9)
+    for text in ('{"eos_token_id": [0, 300]}', '{"eos_token_id": "x"}', "{"):
+        (copied / "generation_config.json").write_text(text)
+        with pytest.raises(ModelError) as failure:
+            config.read_config(copied)
+        one_line(failure.value, copied / "generation_config.json")
+        assert str(copied / "config.json") not in str(failure.value)
+
+
+def test_large_numbers_in_a_config(copied):
+    edit(copied / "config.json", rope_theta=10**400)
+    with pytest.raises(ModelError, match=r"rope_theta=10+ is not a positive number"):
+        config.read_config(copied)
+    edit(copied / "config.json", rope_theta=10**30)  # torch takes such an integer only as a float
+    model = weights.load_model(copied, device="cpu")
+    assert len(list(generate.greedy(model, [1, 2], 2))) == 2
 
 
 # Generation ---------------------------------------------------------------------------------------
@@ -453,6 +511,9 @@ def test_a_step_says_what_the_reference_says(model):
         assert list(generate.greedy(model, [1, 2, 3], 10, S=6, build=build)) == said[:4]
         assert list(generate.greedy(stopped, [1, 2, 3], 10, build=build)) == until
         assert list(generate.greedy(model, [1, 2, 3], 0, build=build)) == []
+    asked = []
+    nothing = generate.greedy(model, [1, 2, 3], 10, build=lambda *_: asked.append(1))
+    assert (list(nothing), asked) == (said, [1]), "without a step, the reference decodes"
     assert generate.decoder(model) is None, "the reference decodes on a CPU"
 
 
@@ -471,23 +532,66 @@ def test_the_kernels_decode_on_a_gpu():
     assert len(list(generate.greedy(larger, ids, 4, build=generate.decoder(larger)))) == 4
 
 
+RUNGS = "qwen3_decode_dependent", "qwen3_decode_chained", "qwen3_decode_fused_graph"
+
+
 @pytest.mark.parametrize(
     ("failed", "wanted"),
     [
         ((), "chain, dependent"),
         (("qwen3_decode_dependent",), "chain"),
-        (("qwen3_decode_dependent", "qwen3_decode_chained"), "ops"),
+        (RUNGS[:2], "ops"),
+        (RUNGS, None),
         (None, "chain, dependent"),
     ],
-    ids=["all pass", "dependent fails", "both fail", "nothing recorded"],
+    ids=["all pass", "dependent fails", "both fail", "ops fail too", "nothing recorded"],
 )
-def test_what_failed_the_gate_is_not_used_unasked(failed, wanted, model, monkeypatch):
-    def recorded(slug):
-        if failed is None:
+@pytest.mark.parametrize("here", [False, True], ids=["reference", "this machine"])
+def test_what_failed_the_gate_is_not_used_unasked(failed, here, wanted, model, monkeypatch):
+    record_gates(monkeypatch, {lab.DEVICE.slug if here else None: failed})
+    assert used(model, monkeypatch) == wanted
+
+
+@pytest.mark.parametrize(
+    ("gates", "wanted"),
+    [
+        ({lab.DEVICE.slug: RUNGS[:1], None: ()}, "chain"),
+        ({lab.DEVICE.slug: (), None: RUNGS}, "chain, dependent"),
+    ],
+    ids=["fails here", "passes here"],
+)
+def test_this_machines_gate_goes_before_the_references(gates, wanted, model, monkeypatch):
+    record_gates(monkeypatch, gates)
+    assert used(model, monkeypatch) == wanted
+
+
+@pytest.mark.parametrize(("failed", "wanted"), [((), "ops"), (RUNGS[2:], None)])
+def test_sizes_that_the_chain_does_not_take(failed, wanted, model, monkeypatch):
+    def refuse(*_, **__):
+        raise ModelError("sizes")
+
+    record_gates(monkeypatch, {None: failed})
+    assert used(model, monkeypatch, chain=refuse) == wanted
+
+
+def record_gates(monkeypatch, failed):
+    """Results of these devices, on each of which some rungs fail; None is the reference."""
+
+    def recorded(slug, device=None):
+        if failed.get(device) is None:
             raise FileNotFoundError(slug)
-        rungs = ("qwen3_decode_dependent", "qwen3_decode_chained") * 2  # on two models
-        gates = [{"rung": r, "opt_in": i > 1 and r in failed} for i, r in enumerate(rungs)]
+        gates = [  # on two models
+            {"rung": r, "opt_in": second and r in failed[device]}
+            for second in (False, True)
+            for r in RUNGS
+        ]
         return SimpleNamespace(data={"model": {"gates": gates}})
+
+    monkeypatch.setattr(generate.lab, "results", recorded)
+
+
+def used(model, monkeypatch, chain=None):
+    """The kind of step that a GPU of compute capability 9.0 would take."""
 
     def made(name):
         def step(model, cache, *, dependent=False):
@@ -495,11 +599,11 @@ def test_what_failed_the_gate_is_not_used_unasked(failed, wanted, model, monkeyp
 
         return step
 
-    monkeypatch.setattr(generate.lab, "results", recorded)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(generate, "DecodeStep", made("chain"))
+    monkeypatch.setattr(generate, "DecodeStep", chain or made("chain"))
     monkeypatch.setattr(generate, "OpsStep", made("ops"))
-    assert generate.in_graph(model, None).name == wanted
+    step = generate.in_graph(model, None)
+    return step and step.name
 
 
 def test_write_goes_on_with_the_prompt(folder, capsys):
@@ -562,8 +666,8 @@ def test_a_template_cannot_run_code_and_its_failure_is_one_line():
         "{{ 1 + '' }}",
         "{{ raise_exception('two\nlines') }}",
     ):
-        with pytest.raises(ModelError, match="chat template fails") as failure:
-            generate.as_chat(template, "x")
+        with pytest.raises(ModelError, match=r"a\.json: the chat template fails") as failure:
+            generate.as_chat(generate.Template(template, Path("a.json")), "x")
         assert "\n" not in str(failure.value)
 
 
@@ -572,6 +676,26 @@ def test_a_template_that_is_no_text_is_named(copied):
     with pytest.raises(ModelError, match="not readable") as failure:
         generate.chat_template(copied)
     one_line(failure.value, copied)
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_template_that_fails_is_named_with_its_file(where, copied):
+    text = "{{ raise_exception('no') }}"
+    if where == "chat_template.jinja":
+        (copied / where).write_text(text)
+    else:
+        edit(copied / where, chat_template=text)
+    with pytest.raises(ModelError, match="the chat template fails: no") as failure:
+        generate.write("a", str(copied), 2)
+    one_line(failure.value, copied / where)
+
+
+def test_templates_without_a_default_are_named_with_their_file(copied):
+    named = [{"name": "tool_use", "template": "x"}, {"name": [], "template": "x"}]
+    edit(copied / "tokenizer_config.json", chat_template=named)
+    with pytest.raises(ModelError, match="chat_template has none with the name") as failure:
+        generate.chat_template(copied)
+    one_line(failure.value, copied / "tokenizer_config.json")
 
 
 @pytest.mark.parametrize(
@@ -584,6 +708,8 @@ def test_a_template_that_is_no_text_is_named(copied):
         ({"model": "smal"}, "model='smal': no such folder, and no hub id"),
         ({"dtype": "int8"}, "dtype='int8' is not one of bfloat16, float16, float32"),
         ({"tokens": -1}, "tokens=-1"),
+        ({"model": ""}, "model='': write small, a folder, or a hub id"),
+        ({"model": "x" * 300}, "model='x+': no such folder, and no hub id"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -591,6 +717,13 @@ def test_write_refuses_and_prints_nothing(how, message, folder, capsys):
     with pytest.raises(ModelError, match=message):
         generate.write(**({"prompt": "a", "model": str(folder), "tokens": 2} | how))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("how", [{"prompt": ""}, {"prompt": "\udcff"}, {"tokens": -1}])
+def test_nothing_is_downloaded_for_what_is_refused_anyway(how, monkeypatch):
+    monkeypatch.setattr(generate, "model_folder", lambda model: pytest.fail("asked for files"))
+    with pytest.raises(ModelError):
+        generate.write(**({"prompt": "a", "model": "lab/tiny", "tokens": 2} | how))
 
 
 # The hub ------------------------------------------------------------------------------------------
@@ -603,7 +736,7 @@ constants.DOWNLOAD_CHUNK_SIZE = 4096  # else a file as small as ours comes in on
 time.sleep = lambda seconds: None  # between attempts
 from solutions.qwen3_decode.generate import ModelError, write
 try:
-    write("9 bottles", "lab/tiny", 3)
+    write(sys.argv[1], "lab/tiny", 3)
 except ModelError as why:
     sys.exit(str(why))
 """
@@ -688,12 +821,13 @@ def hub(folder):
     server.server_close()
 
 
-def from_hub(port, home):
+def from_hub(port, home, prompt="9 bottles"):
     """The command in a process of its own that takes localhost for the hub."""
     environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(home)}
+    environment["TQDM_POSITION"] = "-1"  # the library shows its bars without a terminal, too
     return subprocess.run(
-        [sys.executable, "-c", COMMAND],
+        [sys.executable, "-c", COMMAND, prompt],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -722,9 +856,10 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub, tmp_path):
     hub.breaks_at = "model.safetensors"
     first = from_hub(hub.server_port, tmp_path)
     assert (first.returncode, first.stdout) == (1, "")
-    assert "model='lab/tiny': no such folder, and the" in first.stderr.splitlines()[-1]
-    assert not list(tmp_path.rglob("*.safetensors"))
     (part,) = tmp_path.rglob("model.safetensors.part")
+    assert f"{part}: the download stopped; this part is kept" in first.stderr.splitlines()[-1]
+    assert "Trying to resume" not in first.stderr, "the library's own warnings"
+    assert not list(tmp_path.rglob("*.safetensors"))
     size = part.stat().st_size
     hub.breaks_at, hub.asked[:] = None, []
     second = from_hub(hub.server_port, tmp_path)
@@ -734,6 +869,61 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub, tmp_path):
     (whole,) = tmp_path.rglob("model.safetensors")
     assert whole.read_bytes() == (hub.folder / "model.safetensors").read_bytes()
     assert not part.exists()
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """The hub's library, where a file has ten bytes and `library.get` brings it."""
+    from huggingface_hub import file_download
+
+    monkeypatch.setattr(
+        "huggingface_hub.get_hf_file_metadata", lambda url: SimpleNamespace(size=library.size)
+    )
+    monkeypatch.setattr(file_download, "http_get", lambda *a, **how: library.get(*a, **how))
+    library = SimpleNamespace(size=10)
+    return library
+
+
+@pytest.mark.parametrize("size", [10, None], ids=["known", "unknown"])
+def test_a_part_longer_than_the_file_is_begun_anew(size, library, tmp_path):
+    def get(url, file, *, resume_size, headers, expected_size):
+        assert (resume_size, expected_size) == (0, size)
+        file.write(b"0123456789")
+
+    library.size, library.get = size, get
+    part = tmp_path / "a.part"
+    part.write_bytes(b"x" * 11)
+    weights.download("http://hub/a", part)
+    assert part.read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("two\nlines")], ids=["Ctrl-C", "line"])
+@pytest.mark.parametrize("came", [b"0123", b""], ids=["a part", "nothing"])
+def test_a_stopped_download_says_what_it_keeps(came, stop, library, tmp_path, capsys):
+    def get(url, file, **how):
+        file.write(came)
+        raise stop
+
+    library.get = get
+    part = tmp_path / "a.part"
+    ctrl_c = stop is KeyboardInterrupt
+    with pytest.raises(stop if ctrl_c else ModelError if came else OSError) as failure:
+        weights.download("http://hub/a", part)
+    assert part.exists() == bool(came)
+    said = capsys.readouterr().err if ctrl_c else f"{failure.value}\n"
+    kept = f"{part}: the download stopped; this part is kept, and a second run goes on from it"
+    if came:
+        assert said == kept + ("\n" if ctrl_c else ": two\n")
+    else:
+        assert "kept" not in said
+
+
+def test_a_prompt_too_long_is_refused_before_the_weights_come(hub, tmp_path):
+    answer = from_hub(hub.server_port, tmp_path, "9 bottles " * 40)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert re.fullmatch(r"the prompt has \d+ tokens, .*", answer.stderr.splitlines()[-1])
+    assert "tokenizer.json" in [name for name, _ in hub.asked]
+    assert "model.safetensors" not in [name for name, _ in hub.asked]
 
 
 def test_no_network_is_one_line(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -60,8 +61,9 @@ class Qwen3Config:
                 raise ModelError(f"{name}={value!r} is not a positive integer")
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < float("inf"):
+            if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
                 raise ModelError(f"{name}={value!r} is not a positive number")
+            object.__setattr__(self, name, float(value))  # torch takes no integer beyond 64 bits
         if type(self.tie_word_embeddings) is not bool:
             raise ModelError(f"tie_word_embeddings={self.tie_word_embeddings!r}: true or false")
         if self.dtype not in tuple(DTYPES):
@@ -106,7 +108,7 @@ def read_json(path: Path) -> dict:
         raise ModelError(f"{path}: no such file") from None
     except OSError as why:
         raise ModelError(f"{path}: {why.strerror}") from None
-    except ValueError as why:  # broken JSON, and bytes that are no text
+    except (ValueError, RecursionError) as why:  # broken, no text, or nested too deep
         raise ModelError(f"{path}: not JSON: {why}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: a JSON object is wanted, this is a {type(value).__name__}")
@@ -148,18 +150,21 @@ def read_config(folder: Path) -> Qwen3Config:
     for name, value in values.items():
         if value is None:
             raise ModelError(f"{path}: {name} is missing")
+    source, stops = stop_tokens(folder, raw)
     try:
-        return Qwen3Config(**values, stop_tokens=stop_tokens(folder, raw))
+        config = Qwen3Config(**values)
+        path = source  # of what is wrong from here on
+        return replace(config, stop_tokens=stops)
     except ModelError as why:
         raise ModelError(f"{path}: {why}") from None
 
 
-def stop_tokens(folder: Path, raw: Mapping) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's if it names any, else config.json's."""
+def stop_tokens(folder: Path, raw: Mapping) -> tuple[Path, tuple[int, ...]]:
+    """Ids that end a text, and their file: generation_config.json if it has any, or config.json."""
     path = folder / "generation_config.json"
     ids = read_json(path).get("eos_token_id") if path.exists() else None
     if ids is None:
-        ids = raw.get("eos_token_id")
+        path, ids = folder / "config.json", raw.get("eos_token_id")
     if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+        ids = []
+    return path, tuple(ids) if isinstance(ids, list) else (ids,)

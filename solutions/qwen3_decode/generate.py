@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import labkit as lab
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -16,8 +18,17 @@ from tokenizers.decoders import DecodeStream
 from .config import DTYPES, ModelError, read_config, read_json
 from .prefill import prefill
 from .reference import Cache, forward, new_cache
-from .step import FIRST_DEPENDENT, Build, DecodeStep, OpsStep, Step
-from .weights import Model, load_model, model_folder
+from .step import FIRST_DEPENDENT, DecodeStep, OpsStep, Step
+from .weights import Model, fetch_weights, load_model, model_folder
+
+Decoder = Callable[[Model, Cache], Step | None]  # if it makes no step, the reference decodes
+
+
+class Template(NamedTuple):
+    """A chat template and the file it is from."""
+
+    text: str
+    path: Path
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -30,25 +41,32 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"{path}: not a tokenizer: {why}") from None
 
 
-def chat_template(folder: Path) -> str | None:
-    """The chat template in a folder, from its own file or from tokenizer_config.json."""
+def chat_template(folder: Path) -> Template | None:
+    """The chat template in a folder, from its own file or from tokenizer_config.json.
+
+    ModelError for one that is no text, and for several of which none is the default.
+    """
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return Template(path.read_text(encoding="utf-8"), path)
         except (OSError, UnicodeDecodeError) as why:
             raise ModelError(f"{path}: not readable: {why}") from None
     path = folder / "tokenizer_config.json"
     template = read_json(path).get("chat_template") if path.exists() else None
     if isinstance(template, list):  # several, each with its name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        if not named:
+            raise ModelError(f"{path}: chat_template has none with the name 'default'")
+        template = named[-1].get("template")
+    if template is None:
+        return None
+    if not isinstance(template, str):
         raise ModelError(f"{path}: chat_template is no text")
-    return template
+    return Template(template, path)
 
 
-def as_chat(template: str, prompt: str) -> str:
+def as_chat(template: Template, prompt: str) -> str:
     """What a chat model reads: the prompt as a user's message, then the start of an answer."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -63,28 +81,22 @@ def as_chat(template: str, prompt: str) -> str:
     world.filters["tojson"] = lambda x, **how: json.dumps(x, **{"ensure_ascii": False, **how})
     world.globals["raise_exception"] = refuse
     try:
-        return world.from_string(template).render(
+        return world.from_string(template.text).render(
             messages=[{"role": "user", "content": prompt}], add_generation_prompt=True
         )
     except Exception as why:  # a template is a program: it may fail in any way
         line = " ".join(str(why).split())
-        raise ModelError(f"the model's chat template fails: {line}") from None
+        raise ModelError(f"{template.path}: the chat template fails: {line}") from None
 
 
-def prompt_tokens(tokenizer: Tokenizer, template: str | None, prompt: str) -> list[int]:
-    """Token ids of a prompt. ModelError if it is empty, or no text."""
-    if not prompt:
-        raise ModelError("prompt='': write at least one character")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise ModelError(f"{prompt=}: not UTF-8") from None
+def prompt_tokens(tokenizer: Tokenizer, template: Template | None, prompt: str) -> list[int]:
+    """Token ids of a prompt."""
     if template is None:
         return tokenizer.encode(prompt).ids
     return tokenizer.encode(as_chat(template, prompt), add_special_tokens=False).ids
 
 
-def decoder(model: Model) -> Build | None:
+def decoder(model: Model) -> Decoder | None:
     """What decodes this model fastest: on a GPU, in bfloat16, kernels in a CUDA graph.
 
     None for the reference: on a CPU, or in another dtype.
@@ -94,24 +106,35 @@ def decoder(model: Model) -> Build | None:
 
 
 def opt_in(rung: str) -> bool:
-    """Whether the recorded gate keeps a rung from being used unasked."""
-    try:
-        gates = lab.results("qwen3_decode").data["model"]["gates"]
-    except FileNotFoundError:  # nothing was recorded
-        return False
-    return any(g["opt_in"] for g in gates if g["rung"] == rung)
+    """Whether the recorded gate keeps a rung from being used unasked.
+
+    This machine's gate says it; without one, that of the device whose numbers the text quotes.
+    """
+    for device in (lab.DEVICE.slug, None):
+        try:
+            gates = lab.results("qwen3_decode", device).data["model"]["gates"]
+        except FileNotFoundError:  # nothing was recorded
+            continue
+        if found := [g["opt_in"] for g in gates if g["rung"] == rung]:
+            return any(found)
+    return False
 
 
-def in_graph(model: Model, cache: Cache) -> Step:
-    """The chain of kernels where it passed the gate and takes the model, else the chapters' ops."""
+def in_graph(model: Model, cache: Cache) -> Step | None:
+    """The chain of kernels where it passed the gate and takes the model, else the chapters' ops.
+
+    None, for the reference, if those did not pass either.
+    """
+    step = None
     dependent = torch.cuda.get_device_capability(model.embed.device) >= FIRST_DEPENDENT
     dependent = dependent and not opt_in("qwen3_decode_dependent")
-    chain = dependent or not opt_in("qwen3_decode_chained")
-    try:
-        step = DecodeStep(model, cache, dependent=dependent) if chain else OpsStep(model, cache)
-    except ModelError:  # sizes that the chain's kernels do not have
+    if dependent or not opt_in("qwen3_decode_chained"):
+        with contextlib.suppress(ModelError):  # sizes that the chain's kernels do not have
+            step = DecodeStep(model, cache, dependent=dependent)
+    if step is None and not opt_in("qwen3_decode_fused_graph"):
         step = OpsStep(model, cache)
-    step.capture()
+    if step is not None:
+        step.capture()
     return step
 
 
@@ -120,12 +143,12 @@ def greedy(
     tokens: Sequence[int],
     count: int,
     S: int | None = None,
-    build: Build | None = None,
+    build: Decoder | None = None,
 ) -> Iterator[int]:
     """Up to `count` tokens after `tokens`, each the likeliest one, one at a time.
 
     Ends early before a stop token, and when the cache of S slots is full. S is by default what is
-    needed, at most the model's positions. `build` makes the step that decodes; without it the
+    needed, at most the model's positions. `build` makes the step that decodes; without one the
     reference does. ModelError, at once, if `tokens` are none, not in the vocabulary, or more than
     S, and if `count` is negative.
     """
@@ -144,7 +167,7 @@ def greedy(
 
 
 def _greedy(
-    model: Model, tokens: Sequence[int], count: int, S: int, build: Build | None
+    model: Model, tokens: Sequence[int], count: int, S: int, build: Decoder | None
 ) -> Iterator[int]:
     device, step = model.embed.device, None
     cache = new_cache(model.config, S, model.embed.dtype, device)
@@ -153,14 +176,14 @@ def _greedy(
             prompt = torch.tensor(tokens, device=device)
             read = prefill(model, prompt, cache) if build else forward(model, prompt, cache, last=1)
             token = int(read.argmax())
-        elif build is None:
-            last = torch.tensor([token], device=device)
-            token = int(forward(model, last, cache, position - 1).argmax())
         else:
-            if step is None:
-                step = build(model, cache)
+            if build and position == len(tokens) + 1 and (step := build(model, cache)):
                 step.start(token, position - 1)
-            token = int(step.decode_many(1))
+            if step:
+                token = int(step.decode_many(1))
+            else:
+                last = torch.tensor([token], device=device)
+                token = int(forward(model, last, cache, position - 1).argmax())
         if token in model.config.stop_tokens:
             return
         yield token
@@ -175,10 +198,21 @@ def write(prompt: str, model: str = "small", tokens: int = 100, dtype: str | Non
     """
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    if not prompt:
+        raise ModelError("prompt='': write at least one character")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise ModelError(f"{prompt=}: not UTF-8") from None
+    if tokens < 0:
+        raise ModelError(f"tokens={tokens}: it must not be negative")
     folder = model_folder(model)
     room = read_config(folder).max_position_embeddings
     tokenizer, template = load_tokenizer(folder), chat_template(folder)
     ids = prompt_tokens(tokenizer, template, prompt)
+    if len(ids) > room:  # before there are any weights
+        raise ModelError(f"the prompt has {len(ids)} tokens, the cache {room} slots")
+    fetch_weights(model, folder)
     loaded = load_model(folder, dtype and DTYPES[dtype], lab.DEVICE.torch)
     new = greedy(loaded, ids, tokens, build=decoder(loaded))
     print(prompt if template is None else "", end="", flush=True)

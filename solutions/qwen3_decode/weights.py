@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import labkit as lab
 
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,20 +138,26 @@ def load_model(
     shape or dtype than config.json says.
     """
     config = read_config(folder)
-    shapes, tensors = tensor_shapes(config), {}
     shards = [(path, open_shard(path, device)) for path in shard_paths(folder)]
+    count, held = config.num_hidden_layers, sum(len(shard.keys()) for _, shard in shards)
+    if count > held:  # before shapes are listed, which takes memory for each layer
+        why = f"num_hidden_layers={count}, and the weights hold {held} tensors"
+        raise ModelError(f"{folder / 'config.json'}: {why}")
+    shapes, tensors = tensor_shapes(config), {}
+    # With tied embeddings, some files hold the embedding a second time, under the head's name.
+    known = shapes | {"lm_head.weight": shapes["model.embed_tokens.weight"]}
     where = {}  # name of a tensor -> the shard that holds it
     for path, shard in shards:
         for name in sorted(shard.keys()):
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                continue  # some files hold the embedding a second time
-            check_tensor(path, name, shard.get_slice(name), shapes.get(name), config.dtype)
+            check_tensor(path, name, shard.get_slice(name), known.get(name), config.dtype)
             if name in where:
                 raise ModelError(f"{path}: {name} is in another shard, too")
             where[name] = shard
     for name in shapes:
         if name not in where:
-            raise ModelError(f"{folder}: no shard holds {name}")
+            single = shards[0][0].name == SINGLE
+            file = SINGLE if single else read_json(folder / INDEX)["weight_map"].get(name, INDEX)
+            raise ModelError(f"{folder / file}: {name} is missing")
     for name in shapes:
         tensors[name] = where[name].get_tensor(name).to(dtype or DTYPES[config.dtype])
     return assemble(config, tensors)
@@ -171,7 +180,7 @@ def shard_paths(folder: Path) -> list[Path]:
     """The weight files of a folder. ModelError for one that is not there."""
     paths = [folder / name for name in shard_names(folder)]
     for path in paths:
-        if not path.is_file():
+        if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
             why = f"missing shard, which {INDEX} names" if path.name != SINGLE else "no such file"
             raise ModelError(f"{path}: {why}")
     return paths
@@ -202,46 +211,87 @@ def check_tensor(path: Path, name: str, entry, shape: tuple[int, ...] | None, dt
 
 
 def model_folder(model: str) -> Path:
-    """Where a model's files are: `small`, a folder, or a hub id, downloaded if it must be.
+    """Where a model's files are: `small`, a folder, or a hub id's, still without its weights.
 
-    A download shows its progress, and one that was interrupted goes on where it stopped.
     ModelError if there is no such thing, or no network.
     """
+    if not model:
+        raise ModelError("model='': write small, a folder, or a hub id such as Qwen/Qwen3-0.6B")
     if model == "small":
         return SMALL
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         return Path(model)
     if not HUB_ID.fullmatch(model):
         raise ModelError(f"model={model!r}: no such folder, and no hub id such as Qwen/Qwen3-0.6B")
-    try:
-        return download(model)
-    except (ModelError, ModuleNotFoundError):
-        raise
-    except Exception as why:  # whatever the HTTP library raises; its classes change
-        line = (str(why).strip() or type(why).__name__).splitlines()[0]
-        raise ModelError(
-            f"model={model!r}: no such folder, and the Hugging Face hub gave none: {line}"
-        ) from None
+    # The library warns of each attempt, and closes two of its bars at the end of the process only.
+    # What came of it is said here, in one line, the last.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars("huggingface_hub.snapshot_download")
+    with hub_errors(f"model={model!r}: no such folder, and the Hugging Face hub gave none"):
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja"]))
 
 
-def download(model: str) -> Path:
-    """The folder of a hub id in the Hugging Face cache, with what of it is not there yet."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+def fetch_weights(model: str, folder: Path) -> None:
+    """Download what is not there yet of the weights of a hub id, whose folder this is.
 
-    folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja"]))
-    read_config(folder)  # of another architecture, the weights are not wanted
-    # Since 1.18 the library starts a file that was interrupted from its beginning in the next run,
-    # and Qwen3-0.6B is a single file of 1.5 GB. So the part that came is kept beside it.
+    Shows its progress, and goes on where a download was interrupted. ModelError if it fails.
+    """
+    if model == "small" or os.path.isdir(model):
+        return
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import WeakFileLock
+
     for name in shard_names(folder):
         path, part = folder / name, folder / f"{name}.part"
-        with WeakFileLock(folder / f"{name}.lock"):  # two runs must not write one part
-            if path.exists():
-                continue
-            url = hf_hub_url(model, name, revision=folder.name)  # the folder's name is the commit
-            size, headers = get_hf_file_metadata(url).size, build_hf_headers()
-            with part.open("ab") as file:
-                http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size)
-            part.rename(path)
-    return folder
+        with (
+            hub_errors(f"model={model!r}: the Hugging Face hub did not give {name}"),
+            WeakFileLock(folder / f"{name}.lock"),  # two runs must not write one part
+        ):
+            if not path.exists():
+                # The folder's name is the commit.
+                download(hf_hub_url(model, name, revision=folder.name), part)
+                part.rename(path)
+
+
+@contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """One line for whatever the HTTP library raises; its classes change."""
+    try:
+        yield
+    except (ModelError, ModuleNotFoundError):
+        raise
+    except Exception as why:
+        line = (str(why).strip() or type(why).__name__).splitlines()[0]
+        raise ModelError(f"{what}: {line}") from None
+
+
+def download(url: str, part: Path) -> None:
+    """Write a file of the hub to `part`, after what is there of it already.
+
+    Since 1.18 the library starts a file that was interrupted from its beginning in the next run,
+    and Qwen3-0.6B is a single file of 1.5 GB. So the part that came is kept.
+    """
+    from huggingface_hub import get_hf_file_metadata
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    size, headers = get_hf_file_metadata(url).size, build_hf_headers()
+    part.touch()
+    if size is None or part.stat().st_size > size:  # nothing to go on from
+        os.truncate(part, 0)
+    try:
+        with part.open("ab") as file:
+            http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size)
+    except (Exception, KeyboardInterrupt) as why:
+        if size is None or not part.stat().st_size:
+            part.unlink()
+            raise
+        kept = f"{part}: the download stopped; this part is kept, and a second run goes on from it"
+        if isinstance(why, KeyboardInterrupt):
+            print(kept, file=sys.stderr)
+            raise
+        with hub_errors(kept):
+            raise
