@@ -377,9 +377,9 @@ DECODE = lab.Ladder(
         lab.Rejected(
             qwen3_decode_roomy,
             against="qwen3_decode_dependent",
-            attempt="`o` and `down` with so few registers that both blocks of `down` find room in "
-            "an SM beside the one of `gate_up`",
-            expected="`down` gains least by dependent launch because its second block starts late: "
+            attempt="o and down with so few registers that both blocks of down find room in an SM "
+            "beside the one of gate_up",
+            expected="down gains least by dependent launch because its second block starts late: "
             "less time for it",
             cause="48 registers hold a row's weights and half of the input, 56 all. So in the "
             "machine code only three of the input's six loads follow the wait at once; the "
@@ -389,9 +389,8 @@ DECODE = lab.Ladder(
         lab.Rejected(
             qwen3_decode_fetching,
             against="qwen3_decode_dependent",
-            attempt="before they wait, `o` and `down` have L2 fetch the weights of the next kernel",
-            expected="the weights of `gate_up` come while attention leaves memory idle: 9 % less "
-            "time",
+            attempt="before they wait, o and down have L2 fetch the weights of the next kernel",
+            expected="gate_up's weights come while attention leaves memory idle: 9 % less time",
             cause="Not known: ncu, which could count, runs kernels one after the other. A guess: "
             "what is fetched for later stands before what a kernel waits for now.",
         ),

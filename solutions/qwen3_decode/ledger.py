@@ -281,8 +281,8 @@ def figure(rows: Sequence[Row]) -> plot.Picture:
     for phase, (color, _) in SHADES.items():  # over the bars, in their order
         if phase in seen:
             axes.text(left, -0.85, "■", color=color, fontsize=10, va="center")
-            axes.text(left + 0.035, -0.85, phase, fontsize=8, va="center")
-            left += 0.075 + 0.017 * len(phase)
+            axes.text(left + 0.042, -0.85, phase, fontsize=8, va="center")
+            left += 0.08 + 0.017 * len(phase)
     axes.text(left, -0.85, "▾ floor", fontsize=8, va="center")
     where = f", {contexts.pop():,} keys" if len(contexts) == 1 else ""
     axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
