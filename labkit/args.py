@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from labkit.device import DEVICE
 
+from numbers import Integral
+
 import torch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,22 +65,22 @@ def check_apart(*, in_place: bool = False, **tensors: torch.Tensor) -> None:
     """ValueError where the first tensor, which a kernel writes, shares memory with another.
 
     `lab.check_apart(out=out, x=x)`: the kernel would read what it has just written. `in_place`:
-    it reads a number before it writes it, so exactly the same memory is fine. Between its first
-    byte and its last, all memory counts as a tensor's own.
+    it reads a number before it writes it, so exactly the same memory is fine, for contiguous
+    tensors. Between its first byte and its last, all memory counts as a tensor's own.
     """
     (first, out), *others = tensors.items()
     begin, end = _extent(out)
     for name, t in others:
-        same = in_place and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
+        same = in_place and t.data_ptr() == out.data_ptr() and t.shape == out.shape
         first_byte, past = _extent(t)
         if max(begin, first_byte) < min(end, past) and not same:
-            raise ValueError(f"{first} shares memory with {name}, which is read: it needs its own")
+            raise ValueError(f"{first} shares memory with {name}: it needs its own")
 
 
 def check_count(**numbers: int) -> None:
     """TypeError, naming the argument, for what is not an int: a tensor would wait for the GPU."""
     for name, n in numbers.items():
-        if not isinstance(n, int) or isinstance(n, bool):
+        if not isinstance(n, Integral) or isinstance(n, bool):
             raise TypeError(f"{name} is a {type(n).__name__}, must be an int")
 
 

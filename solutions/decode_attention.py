@@ -1103,9 +1103,14 @@ def decode_attention_fused_kernel(
 
 
 def memory(
-    q: Tensor, H_kv: int, max_context: int, out: Tensor | None, workspace: Workspace | None
+    q: Tensor,
+    H_kv: int,
+    max_context: int,
+    out: Tensor | None,
+    workspace: Workspace | None,
+    **read: Tensor,
 ) -> tuple[Tensor, Workspace]:
-    """`out` and `workspace`, or new ones. ValueError where they do not fit."""
+    """`out` and `workspace`, or new ones. ValueError for a misfit, or if they lie in `read`."""
     B, H, D = q.shape
     splits = splits_for(B, H_kv, max_context)
     if out is None:
@@ -1114,7 +1119,7 @@ def memory(
     if out.shape != q.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, must be {tuple(q.shape)} like q")
     lab.check_contiguous(out=out)
-    lab.check_apart(out=out, q=q)
+    lab.check_apart(out=out, q=q, **read)
     if workspace is None:
         return out, new_workspace(q, H_kv, splits, keep=True)
     if not isinstance(workspace, Workspace):
@@ -1130,6 +1135,7 @@ def memory(
                 "this max_context"
             )
         lab.check_contiguous(**{f"workspace.{name}": x})
+        lab.check_apart(**{f"workspace.{name}": x}, out=out, q=q, **read)
     return out, workspace
 
 
@@ -1157,7 +1163,7 @@ def decode_attention_fused(
     """
     B, H, H_kv, S, D = check_args(q, k, v, context_lens, max_context, validate)
     lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
-    out, workspace = memory(q, H_kv, max_context or S, out, workspace)
+    out, workspace = memory(q, H_kv, max_context or S, out, workspace, k=k, v=v)
     splits, BLOCK_D = workspace.lse.shape[2], triton.next_power_of_2(D)
     if out.numel() > 0:
         decode_attention_fused_kernel[(H_kv, splits, B)](
@@ -1617,7 +1623,7 @@ def decode_attention_pipelined(
         how = {"max_context": max_context, "out": out, "workspace": workspace}
         return decode_attention_fused(q, k, v, context_lens, **how)
     lab.check_contiguous(q=q, k=k, v=v, context_lens=context_lens)
-    out, workspace = memory(q, H_kv, max_context or S, out, workspace)
+    out, workspace = memory(q, H_kv, max_context or S, out, workspace, k=k, v=v)
     scale = np.float32(D**-0.5 * LOG2_E)
     if out.numel() > 0:
         ring_launcher(PIPELINED_KERNELS, q, H_kv, max_context or S)(

@@ -503,8 +503,8 @@ def check_aligned(**tensors: Tensor) -> None:
             raise ValueError(f"{name} starts {late} bytes after a multiple of 16: clone it")
 
 
-def output(x: Tensor, N: int, out: Tensor | None) -> Tensor:
-    """The given `out` if it fits, else a new [M, N] tensor."""
+def output(x: Tensor, N: int, out: Tensor | None, **read: Tensor) -> Tensor:
+    """The given `out` if it fits and lies apart from x and what else is read, else a new [M, N]."""
     shape = (x.shape[0], N)
     if out is None:
         return torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -512,7 +512,7 @@ def output(x: Tensor, N: int, out: Tensor | None) -> Tensor:
     lab.check_contiguous(out=out)
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, must be {shape}")
-    lab.check_apart(out=out, x=x)
+    lab.check_apart(out=out, x=x, **read)
     return out
 
 
@@ -700,7 +700,7 @@ def gemv_vectorized(
     """
     M, N, K = check_args(x, w)
     lab.check_contiguous(x=x, w=w)
-    y = output(x, N, out)
+    y = output(x, N, out, w=w)
     if N > 0:
         vector = VECTOR_BYTES // x.itemsize
         # Many tokens keep many sums in registers. Simulated matrices are small, yet try both.
@@ -850,7 +850,7 @@ def gemv_split_k(
     if config.ENABLE_CUDASIM or late:
         return gemv_vectorized(x, w, out=out)
     lab.check_contiguous(x=x, w=w)
-    y = output(x, N, out)
+    y = output(x, N, out, w=w)
     if N > 0:
         rows, warps, loads, ragged = cut(N, K, x.itemsize)
         kernel = SPLIT_K_KERNELS[x.dtype, M, rows, warps, loads, ragged]
@@ -956,7 +956,7 @@ def gemv_w8a16_fused(
         raise ValueError(f"{K=} must be a multiple of {W8_LANE}: rows are read in 16-byte vectors")
     lab.check_contiguous(x=x, w_q=w_q, scale=scale)
     check_aligned(w_q=w_q)
-    y = output(x, N, out)
+    y = output(x, N, out, w_q=w_q, scale=scale)
     if N > 0:
         num_warps = min(W8_WARPS, triton.next_power_of_2(triton.cdiv(K, WARP * W8_LANE)))
         gemv_w8a16_fused_kernel[(triton.cdiv(N, W8_ROWS),)](
@@ -1066,7 +1066,7 @@ def gemv_w4a16_fused(
         raise ValueError(f"{shape}: a scale for each row and each {group} columns")
     lab.check_contiguous(x=x, w_q=w_q, scale=scale)
     check_aligned(w_q=w_q)
-    y = output(x, N, out)
+    y = output(x, N, out, w_q=w_q, scale=scale)
     if N > 0:
         num_warps = min(W4_WARPS, triton.next_power_of_2(triton.cdiv(K, WARP * W4_LANE)))
         # Many tokens keep many sums in registers.

@@ -763,7 +763,8 @@ def launch(
     lab.check_contiguous(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens
     )
-    out, workspace = memory(q, H_kv, max_context or max_pages * page_size, out, workspace)
+    most, caches = max_pages * page_size, {"k_cache": k_cache, "v_cache": v_cache}
+    out, workspace = memory(q, H_kv, max_context or most, out, workspace, **caches)
     splits, BLOCK_D = workspace.lse.shape[2], triton.next_power_of_2(D)
     num_warps = contiguous.WARPS
     if out.numel() > 0:
@@ -997,7 +998,8 @@ def paged_kv_pipelined(
     lab.check_contiguous(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, context_lens=context_lens
     )
-    out, workspace = memory(q, H_kv, max_context or most, out, workspace)
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    out, workspace = memory(q, H_kv, max_context or most, out, workspace, **caches)
     if out.numel() > 0:
         contiguous.ring_launcher(PIPELINED_KERNELS, q, H_kv, max_context or most)(
             *args,

@@ -23,6 +23,7 @@ from labkit import bars
 from labkit.problem import cloned
 
 import inspect
+import math
 
 import numpy as np
 import torch
@@ -493,7 +494,9 @@ def check_cache_args(
     for name, (t, shape) in wanted.items():
         if t.shape != shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, must be {tuple(shape)}")
-    if not eps > 0:
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"eps is a {type(eps).__name__}, must be a number")
+    if not 0 < eps < math.inf:
         raise ValueError(f"{eps=} must be positive: a head of zeros would be divided by zero")
     check_heads(q=q, k=k, v=v)
     lab.check_contiguous(

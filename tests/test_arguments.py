@@ -175,6 +175,12 @@ VALUES = {
     ],
     ("softmax_masked",): [
         ("mask", lambda a: a.mask[:1], "mask has shape (1, 40)"),
+        ("x", lambda a: zeros(1, 40000), "mask has shape (2, 40), must be (1, 40000) like x"),
+        (
+            "x mask",
+            lambda a: (zeros(1, 40000), spread(zeros(1, 40000) > 0, 1)),
+            "mask has shape (1, 40000) and strides (80000, 2)",
+        ),
         ("out", lambda a: a.out[:1], "out has shape (1, 40)"),
     ],
     ("rms_norm", "rms_norm_residual"): [
@@ -243,18 +249,22 @@ VALUES = {
         ("eps", lambda a: 0.0, "eps=0.0 must be positive"),
         ("eps", lambda a: -1e-6, "eps=-1e-06 must be positive"),
         ("eps", lambda a: math.nan, "eps=nan must be positive"),
+        ("eps", lambda a: math.inf, "eps=inf must be positive"),
         ("out", lambda a: a.q, "out shares memory with q"),
-        ("out", lambda a: inside(a.k, a.out), "out shares memory with k,"),
-        ("out", lambda a: inside(a.v, a.out), "out shares memory with v,"),
+        ("out", lambda a: inside(a.k, a.out), "out shares memory with k:"),
+        ("out", lambda a: inside(a.v, a.out), "out shares memory with v:"),
         ("out", lambda a: inside(a.k_cache, a.out), "out shares memory with k_cache"),
         ("out", lambda a: inside(a.v_cache, a.out), "out shares memory with v_cache"),
         ("k_cache", lambda a: a.v_cache, "k_cache shares memory with v_cache"),
         ("k_cache", lambda a: inside(a.q, a.k_cache), "k_cache shares memory with q"),
-        ("k_cache", lambda a: inside(a.k, a.k_cache), "k_cache shares memory with k,"),
+        ("k_cache", lambda a: inside(a.k, a.k_cache), "k_cache shares memory with k:"),
+        ("k_cache", lambda a: inside(a.v, a.k_cache), "k_cache shares memory with v:"),
         ("v_cache", lambda a: inside(a.q, a.v_cache), "v_cache shares memory with q"),
-        ("v_cache", lambda a: inside(a.v, a.v_cache), "v_cache shares memory with v,"),
+        ("v_cache", lambda a: inside(a.k, a.v_cache), "v_cache shares memory with k:"),
+        ("v_cache", lambda a: inside(a.v, a.v_cache), "v_cache shares memory with v:"),
     ],
     ("swiglu",): [
+        ("gate up", lambda a: (a.gate[0], a.up[0]), "gate has shape (40,) and up (40,)"),
         ("gate", lambda a: a.gate[:1], "gate has shape (1, 40) and up (2, 40)"),
         ("up", lambda a: a.up[:1], "gate has shape (2, 40) and up (1, 40)"),
     ],
@@ -273,7 +283,11 @@ VALUES = {
         ("out", lambda a: inside(a.x, a.out), "out shares memory with x"),
         ("out", lambda a: inside(a.x, a.out, 767), "out shares memory with x"),
     ],
+    ("gemv",): [
+        ("out", lambda a: inside(a.w, a.out), "out shares memory with w"),
+    ],
     ("gemv_w8a16", "gemv_w4a16"): [
+        ("out", lambda a: inside(a.scale, a.out), "out shares memory with scale"),
         ("w_q", lambda a: inside(a.w_q, a.w_q, 4), "w_q starts 4 bytes after a multiple of 16"),
     ],
     ("gemv_w8a16",): [
@@ -304,6 +318,7 @@ VALUES = {
         ("max_context", lambda a: 34, "max_context=34 must lie in 1"),
     ],
     ("decode_attention",): [
+        ("out", lambda a: inside(a.v, a.out), "out shares memory with v"),
         ("k", lambda a: a.k[:1], "k has shape (1, 33, 2, 8)"),
         ("v", lambda a: a.v[:1], "v has shape (1, 33, 2, 8)"),
         (
@@ -319,6 +334,7 @@ VALUES = {
         ("max_context", lambda a: 49, "max_context=49 must lie in 1"),
     ],
     ("paged_kv",): [
+        ("out", lambda a: inside(a.v_cache, a.out), "out shares memory with v_cache"),
         ("v_cache", lambda a: a.v_cache[:7], "v_cache has shape (7, 16, 2, 8)"),
         ("block_table", lambda a: a.block_table[:1], "block_table has shape (1, 3)"),
         (
@@ -328,6 +344,11 @@ VALUES = {
         ),
     ],
     ("decode_attention", "paged_kv"): [
+        (
+            "out workspace",
+            lambda a: (inside(a.workspace.partial, a.out), a.workspace),
+            "workspace.partial shares memory with out",
+        ),
         ("out", lambda a: a.out[:1], "out has shape (1, 4, 8)"),
         ("out", lambda a: a.q, "out shares memory with q"),
         ("out", lambda a: inside(a.q, a.out, 63), "out shares memory with q"),
@@ -373,14 +394,14 @@ VALUES = {
             "k_cache and v_cache have shapes (4, 2, 2, 8) and (3, 2, 2, 8)",
         ),
         ("k_cache", lambda a: a.v_cache, "k_cache shares memory with v_cache"),
-        ("k_cache", lambda a: inside(a.k, a.k_cache), "k_cache shares memory with k,"),
-        ("k_cache", lambda a: inside(a.v, a.k_cache), "k_cache shares memory with v,"),
-        ("v_cache", lambda a: inside(a.k, a.v_cache), "v_cache shares memory with k,"),
-        ("v_cache", lambda a: inside(a.v, a.v_cache), "v_cache shares memory with v,"),
+        ("k_cache", lambda a: inside(a.k, a.k_cache), "k_cache shares memory with k:"),
+        ("k_cache", lambda a: inside(a.v, a.k_cache), "k_cache shares memory with v:"),
+        ("v_cache", lambda a: inside(a.k, a.v_cache), "v_cache shares memory with k:"),
+        ("v_cache", lambda a: inside(a.v, a.v_cache), "v_cache shares memory with v:"),
     ],
 }
 TYPES = {
-    ("rms_norm", "rms_norm_residual"): [
+    ("rms_norm", "rms_norm_residual", "qk_norm_rope_cache"): [
         ("eps", lambda a: "1e-6", "eps is a str"),
         ("eps", lambda a: torch.tensor(1e-6), "eps is a Tensor"),
     ],
@@ -559,7 +580,8 @@ def test_output_may_lie_beside_an_input():
 
 @gpu
 @pytest.mark.parametrize(
-    "name", ["softmax", "gate_up_swiglu", "gemv", "decode_attention", "paged_kv"]
+    "name",
+    ["softmax", "softmax_masked", "gate_up_swiglu", "gemv", "decode_attention", "paged_kv"],
 )
 def test_kernel_in_cuda_takes_no_gaps(name):
     op, problem, _ = parts(name)
