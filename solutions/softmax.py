@@ -491,6 +491,7 @@ def output(x: Tensor, out: Tensor | None) -> Tensor:
     lab.check_contiguous(out=out)
     if out.shape != x.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, must be {tuple(x.shape)} like x")
+    lab.check_apart(out=out, x=x, in_place=True)
     return out
 
 
