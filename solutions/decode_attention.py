@@ -1135,7 +1135,7 @@ def memory(
                 "this max_context"
             )
         lab.check_contiguous(**{f"workspace.{name}": x})
-        lab.check_apart(**{f"workspace.{name}": x}, out=out, q=q, **read)
+        lab.check_apart(**{f"workspace.{name}": x}, out=out)
     return out, workspace
 
 
