@@ -87,8 +87,8 @@ def check_count(**numbers: int) -> None:
 def _extent(t: torch.Tensor) -> tuple[int, int]:
     """Addresses of a tensor's first byte and of that after its last; the same if it has none."""
     begin = t.data_ptr()
-    if t.numel() == 0:
-        return begin, begin
+    if t.is_contiguous():  # so is one without numbers
+        return begin, begin + t.nbytes
     last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
     return begin, begin + (last + 1) * t.element_size()
 
