@@ -16,6 +16,7 @@ import labkit as lab
 
 import math
 import warnings
+from functools import cache
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ WARP = 32
 WARPS = THREADS // WARP
 FULL_WARP = 0xFFFFFFFF  # every lane takes part in a shuffle
 NEG_INF = -math.inf
-MAX_N = 2**18  # rungs 4 and 6: correct up to here, but past 32,768 columns registers spill
+MAX_N = 2**18  # rung 4: correct up to here, but past 32,768 columns registers spill
 THIN, THICK = 8, 16  # elements of a row in a thread of rungs 4 and 6; in bf16, 1 or 2 loads
 ONE_WAVE = 2**20  # elements; half of what 132 SMs with 2,048 threads hold at 8 a thread
 SHORT = 512  # rungs 4 and 6: up to this N, one row is too little work for a program
@@ -41,7 +42,7 @@ VECTOR_BYTES = 16  # the widest load a thread can issue
 PACK_ELEMENTS = 64  # rung 7: elements of a row in a thread, all asked for before one is used
 BLOCK_THREADS = 256  # rung 7: in bf16 a block holds 32 KiB of its row, an SM six such blocks
 MOST_THREADS = 1024  # the largest block, for the longest rows
-MOST_SHARED = 224 * 1024  # bytes of a row in a block: sm_90 has 227 KiB for it
+MOST_SHARED = (lab.DEVICE.shared_bytes or 227 * 1024) - 3 * 1024  # bytes of a row in a block
 MOST_BLOCKS = 8  # the largest cluster that every GPU with clusters can start
 SIMULATED = bool(config.ENABLE_CUDASIM)
 # Compile cards are made without a device, for many; they show the kernel that clusters run.
@@ -72,13 +73,6 @@ def liger_softmax(x: Tensor) -> Tensor:
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
     return LigerSoftmaxFunction.apply(x)
-
-
-def quack_softmax(x: Tensor) -> Tensor:
-    """QuACK's kernel: CuTe DSL, and a cluster for long rows."""
-    from quack.softmax import softmax
-
-    return softmax(x)
 
 
 def quietly(kernel, *args: Tensor) -> Tensor:
@@ -244,7 +238,7 @@ SOFTMAX = lab.Problem(
         from_4k_to_128k("softmax_cluster", "bfloat16"),
         from_4k_to_128k("softmax_cluster", "float32"),
     ),
-    peers={"liger": liger_softmax, "quack": quack_softmax},
+    peers={"liger": liger_softmax},
     suspects={
         "forgets to normalise": lambda x: torch.exp(x - x.amax(dim=1, keepdim=True)),
         "softmax over the wrong axis": wrong_axis,
@@ -401,6 +395,24 @@ def below_any_stand_in(x: Tensor, mask: Tensor) -> None:
     x.fill_(-1e30)
 
 
+def long_masked_rows_are_right(kernel) -> str | None:
+    """Rows too long for one program, odd lengths, NaN under the mask, one column left, and none."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for N in (32776, 50257, 131072, 151936, 262145, 600000):
+            x, mask = masked_inputs(dtype, seed=1, M=4, N=N)
+            mask[1, : N // 2] = mask[2, :-1] = mask[3] = False
+            mask[2, -1] = True
+            x.masked_fill_(~mask, math.nan)
+            y, truth = kernel(x, mask).double(), masked_reference(x.double(), mask)
+            most = truth[:3].amax(dim=1, keepdim=True)
+            worst = ((y - truth)[:3].abs() / most).max().item()
+            if not worst <= max(torch.finfo(dtype).eps, 1e-5):  # also true for NaN
+                return f"{N=:,}, {dtype}: a value is wrong by {worst:.2g} of the row's largest"
+            if y[3].any():  # also true for NaN
+                return f"{N=:,}, {dtype}: a row with nothing left is not all zeros"
+    return None
+
+
 SOFTMAX_MASKED = lab.Problem(
     name="softmax_masked",
     inputs=masked_inputs,
@@ -461,6 +473,12 @@ SOFTMAX_MASKED = lab.Problem(
         lab.Property("rows with nothing left are zeros", "empty row", empty_rows_are_zeros),
         lab.Property(
             "masked logits do not matter", "masked logits leak", masked_logits_do_not_matter
+        ),
+        lab.Property(
+            "rows of 32,776 … 600,000 columns come out right",
+            "long rows come out wrong",
+            long_masked_rows_are_right,
+            dtypes=(torch.bfloat16,),  # so on GPUs only, as above
         ),
     ),
 )
@@ -807,14 +825,12 @@ def softmax_masked_fused_kernel(x_ptr, mask_ptr, y_ptr, N, BLOCK_N: tl.constexpr
 
 
 def softmax_masked_fused(x: Rows, mask: Mask, *, out: Rows | None = None) -> Rows:
-    """Row and mask are read once, side by side; rows past 32,768 columns go tile after tile.
+    """Row and mask are read once, side by side; a cluster shares a row past 32,768 columns.
 
     Writes to `out` if given, which may be x itself. TypeError or ValueError for arguments other
     than contiguous matrices of one shape, x and out of one dtype and mask of bool.
     """
     M, N = check_args(x)
-    if N > 2 * ONE_PROGRAM:  # registers would spill
-        return softmax_masked_online(x, mask, out=out)
     check_mask(x, mask)
     lab.check_contiguous(x=x, mask=mask)
     y = output(x, out)
@@ -822,10 +838,12 @@ def softmax_masked_fused(x: Rows, mask: Mask, *, out: Rows | None = None) -> Row
         return y
     if N <= SHORT:
         softmax_short(x, mask, y)
-    else:
+    elif N <= 2 * ONE_PROGRAM:
         softmax_masked_fused_kernel[(M,)](
             x, mask, y, N, BLOCK_N=triton.next_power_of_2(N), num_warps=warps(M, N)
         )
+    else:  # registers would spill
+        softmax_long(x, mask, y)
     return y
 
 
@@ -838,8 +856,8 @@ CLUSTER = r"""
 #include <math_constants.h>
 #define NEG_INF (-CUDART_INF_F)
 
-// 16 bytes: the compiler loads and stores a Pack with one instruction.
-template <typename T> struct alignas(16) Pack { T v[16 / sizeof(T)]; };
+// Aligned so, a Pack of up to 16 bytes is loaded and stored with one instruction.
+template <typename T, int W> struct alignas(W * sizeof(T)) Pack { T v[W]; };
 
 // The largest logit of some columns, and the sum of exp(x - m) over them.
 struct Part { float m, total; };
@@ -859,13 +877,15 @@ __device__ Part merged_in_warp(Part part) {
 
 // A cluster of blocks computes one row; each thread keeps PACKS packs of it in shared memory, where
 // no other thread looks. RAGGED: rows do not all begin and end between two packs. With 40 registers
-// an SM holds 1,536 threads: six blocks of 256, and in bf16 192 KiB of rows.
-template <typename T, int PACKS, bool RAGGED>
-__global__ void __maxnreg__(40) softmax_cluster_kernel(const T* x, T* y, int N) {
+// an SM holds 1,536 threads: six blocks of 256, and in bf16 192 KiB of rows. MASKED: columns where
+// mask is false count as -inf, and a row with nothing left is zeros; otherwise mask is not read.
+template <typename T, int PACKS, bool RAGGED, bool MASKED>
+__global__ void __maxnreg__(40)
+softmax_cluster_kernel(const T* x, T* y, int N, const bool* mask) {
 #if __CUDA_ARCH__ >= 900
     constexpr int W = 16 / sizeof(T);
     extern __shared__ __align__(16) unsigned char row_bytes[];
-    Pack<T>* row_s = reinterpret_cast<Pack<T>*>(row_bytes) + threadIdx.x;
+    Pack<T, W>* row_s = reinterpret_cast<Pack<T, W>*>(row_bytes) + threadIdx.x;
     __shared__ Part part_s[8 * 32];  // one of each warp in the cluster
 
     // The functions behind cooperative_groups.h, which would ask for more headers.
@@ -873,15 +893,25 @@ __global__ void __maxnreg__(40) softmax_cluster_kernel(const T* x, T* y, int N) 
     const int rank = __clusterRelativeBlockRank(), blocks = __clusterSizeInBlocks();
     const long long begin = (long long)(blockIdx.x / blocks) * N;
     const int shift = RAGGED ? begin % W : 0;  // pack 0 starts so many elements before the row
-    const Pack<T>* x_pack = reinterpret_cast<const Pack<T>*>(x) + begin / W;
-    Pack<T>* y_pack = reinterpret_cast<Pack<T>*>(y) + begin / W;
+    const Pack<T, W>* x_pack = reinterpret_cast<const Pack<T, W>*>(x) + begin / W;
+    Pack<T, W>* y_pack = reinterpret_cast<Pack<T, W>*>(y) + begin / W;
     const int first = rank * PACKS * blockDim.x + threadIdx.x;
     auto whole = [&](int p) { return p * W >= shift && (p + 1) * W <= shift + N; };
 
+    using Bytes = Pack<unsigned, W / 4>;  // the mask of a pack
+    const Bytes* mask_pack = reinterpret_cast<const Bytes*>(mask) + begin / W;
+    Bytes bytes[PACKS] = {};  // on the way while x is asked for
     #pragma unroll
+    for (int i = 0; MASKED && i < PACKS; ++i) {
+        const int p = first + i * blockDim.x;
+        if (whole(p)) bytes[i] = mask_pack[p];
+    }
+
+    constexpr int UNROLL = MASKED ? 2 : 64;  // rounds written out: all; masked, they would spill
+    #pragma unroll UNROLL
     for (int i = 0; i < PACKS; ++i) {
         const int p = first + i * blockDim.x;
-        Pack<T>* pack_s = row_s + i * blockDim.x;
+        Pack<T, W>* pack_s = row_s + i * blockDim.x;
         if (whole(p)) {
             __pipeline_memcpy_async(pack_s, x_pack + p, 16);
         } else {
@@ -893,12 +923,42 @@ __global__ void __maxnreg__(40) softmax_cluster_kernel(const T* x, T* y, int N) 
         }
     }
     __pipeline_commit();
+
+    // Bit i * W + j: element j of pack i lies in the row, and the mask keeps it.
+    unsigned long long kept = 0;
+    if (MASKED) {
+        static_assert(PACKS * W <= 64);
+        #pragma unroll
+        for (int i = 0; i < PACKS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < W; j += 4) {  // four bytes of 0 or 1, times 1, 2, 4 and 8
+                const unsigned four = __dp4a(bytes[i].v[j / 4], 0x08040201u, 0u);
+                kept |= (unsigned long long)four << (i * W + j);
+            }
+        }
+        #pragma unroll 1
+        for (int i = 0; RAGGED && i < PACKS; ++i) {  // the ends of the row
+            const int p = first + i * blockDim.x;
+            for (int j = 0; j < W && !whole(p); ++j) {
+                const int col = p * W + j - shift;
+                const bool inside = col >= 0 && col < N;
+                if (inside && mask[begin + col]) kept |= 1ull << (i * W + j);
+            }
+        }
+    }
     __pipeline_wait_prior(0);
 
     Part part = {NEG_INF, 0};
-    #pragma unroll
+    #pragma unroll UNROLL
     for (int i = 0; i < PACKS; ++i) {
-        const Pack<T> h = row_s[i * blockDim.x];
+        Pack<T, W> h = row_s[i * blockDim.x];
+        if (MASKED) {
+            const unsigned bits = kept >> (i * W);
+            #pragma unroll
+            for (int j = 0; j < W; ++j)
+                if (!(bits >> j & 1)) h.v[j] = T(NEG_INF);  // even NaN
+            row_s[i * blockDim.x] = h;
+        }
         float m = part.m;
         #pragma unroll
         for (int j = 0; j < W; ++j) m = fmaxf(m, (float)h.v[j]);
@@ -923,12 +983,13 @@ __global__ void __maxnreg__(40) softmax_cluster_kernel(const T* x, T* y, int N) 
     #pragma unroll 1
     for (int i = lane; i < blocks * warps; i += 32) part = merged(part, part_s[i]);
     part = merged_in_warp(part);
+    if (MASKED && part.total == 0) part = {0, 1};  // nothing left: every exponential is 0
 
     const float scale = 1 / part.total;
-    #pragma unroll
+    #pragma unroll UNROLL
     for (int i = 0; i < PACKS; ++i) {
         const int p = first + i * blockDim.x;
-        Pack<T> h = row_s[i * blockDim.x];
+        Pack<T, W> h = row_s[i * blockDim.x];
         #pragma unroll
         for (int j = 0; j < W; ++j) h.v[j] = T(__expf((float)h.v[j] - part.m) * scale);
         if (whole(p)) {
@@ -953,15 +1014,22 @@ def packs_of(dtype: torch.dtype) -> int:
     return PACK_ELEMENTS * dtype.itemsize // VECTOR_BYTES
 
 
-CLUSTER_KERNELS = {
-    (dtype, ragged): lab.cuda_kernel(
-        CLUSTER,
-        f"softmax_cluster_kernel<{name}, {packs_of(dtype)}, {str(ragged).lower()}>",
-        options={"use_fast_math": True},  # exp in two instructions; results below 2⁻¹²⁶ become 0
-    )
-    for dtype, name in CPP_TYPES
-    for ragged in (False, True)
-}
+@cache  # not a plain dict: a check that finds CUDA C++ in rung 6 does not simulate it
+def cluster_kernels(masked: bool) -> dict:
+    """Instances by dtype, and by whether rows begin inside packs; compiled when first launched."""
+    return {
+        (dtype, ragged): lab.cuda_kernel(
+            CLUSTER,
+            f"softmax_cluster_kernel<{name}, {packs_of(dtype)}, "
+            f"{str(ragged).lower()}, {str(masked).lower()}>",
+            options={"use_fast_math": True},  # exp in two instructions; below 2⁻¹²⁶, y becomes 0
+        )
+        for dtype, name in CPP_TYPES
+        for ragged in (False, True)
+    }
+
+
+CLUSTER_KERNELS = cluster_kernels(masked=False)
 
 
 def cluster_shape(M: int, packs: int, per_thread: int) -> tuple[int, int]:
@@ -975,6 +1043,47 @@ def cluster_shape(M: int, packs: int, per_thread: int) -> tuple[int, int]:
     return blocks, triton.cdiv(packs, blocks * per_thread * WARP) * WARP
 
 
+def cluster_refusal(x: Tensor, y: Tensor, mask: Tensor | None = None) -> str:
+    """Why softmax_cluster_kernel cannot take these tensors; empty if it can."""
+    N, per_pack = x.shape[1], VECTOR_BYTES // x.itemsize
+    tensors = {"x": x, "out": y} | ({} if mask is None else {"mask": mask})
+    for name, t in tensors.items():
+        pack = per_pack * t.itemsize  # bytes
+        if late := t.data_ptr() % pack:  # x[1:] is contiguous, and starts between vectors
+            return f"{name} starts {late} bytes after a multiple of {pack}: clone it"
+    threads = min(MOST_THREADS, MOST_SHARED // (packs_of(x.dtype) * VECTOR_BYTES))
+    most = threads * MOST_BLOCKS * PACK_ELEMENTS - (N % per_pack != 0) * per_pack
+    if most < N:
+        return f"{N=} must be at most {most} in {x.dtype}: a cluster holds a whole row"
+    return ""
+
+
+def launch_clusters(kernels: dict, x: Tensor, y: Tensor, mask: Tensor | None = None) -> None:
+    """Launch an instance of softmax_cluster_kernel: a cluster for each row of x."""
+    (M, N), per_pack, per_thread = x.shape, VECTOR_BYTES // x.itemsize, packs_of(x.dtype)
+    ragged = N % per_pack != 0
+    packs = (N + per_pack - 1) // per_pack + ragged  # one more where rows begin inside a pack
+    blocks, threads = cluster_shape(M, packs, per_thread)
+    kernels[x.dtype, ragged].launch(
+        M * blocks,
+        threads,
+        x,
+        y,
+        np.int32(N),
+        np.uint64(0) if mask is None else mask,  # a null pointer, which is not read
+        shared=threads * per_thread * VECTOR_BYTES,
+        cluster=blocks,
+    )
+
+
+def softmax_long(x: Tensor, mask: Tensor, y: Tensor) -> None:
+    """Rung 6's long rows: each to a cluster, or to rung 5 where no cluster can take it."""
+    if not CLUSTERS or cluster_refusal(x, y, mask):
+        softmax_masked_online(x, mask, out=y)
+    else:
+        launch_clusters(cluster_kernels(masked=True), x, y, mask)
+
+
 def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
     """Several blocks share a long row, in their shared memory: x is still read once.
 
@@ -982,7 +1091,8 @@ def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
     before compute capability 9.0, and under the simulators. Writes to `out` if given, which may be
     x itself. TypeError or ValueError for arguments other than contiguous matrices of one shape and
     dtype. Where rows are long, x and out must also begin at multiples of 16 bytes, and a row may
-    have up to 524,288 columns, or 458,752 in float32.
+    have up to 524,288 columns, or 458,752 in float32: less where a block has less shared memory
+    than on sm_90.
     """
     M, N = check_args(x)
     if N <= ONE_PROGRAM or not CLUSTERS:
@@ -991,26 +1101,9 @@ def softmax_cluster(x: Rows, *, out: Rows | None = None) -> Rows:
     y = output(x, out)
     if M == 0:
         return y
-    for name, t in (("x", x), ("out", y)):
-        if late := t.data_ptr() % VECTOR_BYTES:  # x[1:] is contiguous, and starts between vectors
-            raise ValueError(f"{name} starts {late} bytes after a multiple of 16: clone it")
-    per_pack, per_thread = VECTOR_BYTES // x.itemsize, packs_of(x.dtype)
-    ragged = N % per_pack != 0
-    packs = (N + per_pack - 1) // per_pack + ragged  # one more where rows begin inside a pack
-    blocks, threads = cluster_shape(M, packs, per_thread)
-    shared = per_thread * VECTOR_BYTES
-    if threads > (most := min(MOST_THREADS, MOST_SHARED // shared)):
-        most = most * MOST_BLOCKS * PACK_ELEMENTS - ragged * per_pack
-        raise ValueError(f"{N=} must be at most {most} in {x.dtype}: a cluster holds a whole row")
-    CLUSTER_KERNELS[x.dtype, ragged].launch(
-        M * blocks,
-        threads,
-        x,
-        y,
-        np.int32(N),
-        shared=threads * shared,
-        cluster=blocks,
-    )
+    if refusal := cluster_refusal(x, y):
+        raise ValueError(refusal)
+    launch_clusters(CLUSTER_KERNELS, x, y)
     return y
 
 

@@ -14,6 +14,8 @@ import inspect
 import pytest
 import torch
 
+from solutions.softmax import CLUSTERS, cluster_refusal, softmax_masked
+
 LADDERS = ladders()
 EVERY = [(ladder, rung) for ladder in LADDERS for rung in ladder]
 # Whole models take no part in most tests below: they have their own, test_qwen3_decode*.py.
@@ -309,3 +311,63 @@ def test_the_rings_of_many_sequences_fit_into_smaller_gpus(slug):
     for arch in card.kernels[0].archs.values():
         assert arch.dynamic_shared == 96 * 1024
         assert arch.occupancy.blocks == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("N", [151936, 151937])
+def test_softmax_of_long_masked_rows_compiles_to_a_cluster(dtype, N):
+    ladder, problem = lab.find("softmax_masked")
+    rung, archs = ladder.rung("softmax_masked_fused"), ("sm_90", "sm_100")
+    card = lab.compile_card(rung, problem, dtype=dtype, archs=archs, M=64, N=N)
+    (kernel,) = card.kernels
+    ragged = str(N % 2 == 1).lower()
+    assert kernel.name.startswith("softmax_cluster_kernel<")
+    assert kernel.name.endswith(f", {ragged}, true>")
+    for arch, c in kernel.archs.items():
+        assert not c.error, arch
+        assert c.stack_bytes == 0, arch
+        assert c.occupancy.blocks >= 2, arch
+
+
+@pytest.mark.skipif(CLUSTERS, reason="a GPU with clusters takes such rows another way")
+def test_softmax_of_long_masked_rows_needs_no_cluster():
+    problem = lab.find("softmax_masked")[1]
+    x, mask = problem.inputs(torch.float32, M=2, N=2**15 + 3)
+    mask[1] = False
+    want = problem.reference(x.double(), mask)
+    assert softmax_masked(x, mask, out=x) is x
+    assert (x - want).abs().max() <= 1e-6 * want.max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_softmax_cluster_says_what_stands_in_the_way(dtype):
+    N, pack = 151936, 16 // dtype.itemsize
+    x, mask = torch.empty((1, N), dtype=dtype), torch.empty((1, N), dtype=torch.bool)
+    assert cluster_refusal(x, x) == cluster_refusal(x, x, mask) == ""
+    # A mask has one byte where x has two or four: its packs are 8 or 4 bytes.
+    late = torch.empty(N + 1, dtype=torch.bool)[1:].view(1, N)
+    assert cluster_refusal(x, x, late).startswith(f"mask starts 1 bytes after a multiple of {pack}")
+    late = torch.empty(N + 1, dtype=dtype)[1:].view(1, N)
+    words = f"starts {dtype.itemsize} bytes after a multiple of 16: clone it"
+    assert cluster_refusal(late, x, mask) == f"x {words}"
+    assert cluster_refusal(x, late, mask) == f"out {words}"
+    for most, ragged in ((2**19, False), (2**19 - pack, True)):
+        if dtype == torch.float32:
+            most -= 2**16
+        if lab.SIMULATED:  # else a block may have less shared memory
+            fits = torch.empty((1, most - ragged), dtype=dtype)
+            assert cluster_refusal(fits, fits) == ""
+        wide = torch.empty((1, most + (1 if ragged else pack)), dtype=dtype)
+        assert "a cluster holds a whole row" in cluster_refusal(wide, wide)
+
+
+@pytest.mark.skipif(not CLUSTERS, reason="needs a GPU with clusters")
+@pytest.mark.parametrize("late", ["x", "mask", "out"])
+def test_softmax_of_long_masked_rows_may_begin_anywhere(late):
+    problem = lab.find("softmax_masked")[1]
+    x, mask = problem.inputs(torch.bfloat16, M=2, N=151936)
+    args = {"x": x, "mask": mask, "out": torch.empty_like(x)}
+    shifted = torch.empty(x.numel() + 1, dtype=args[late].dtype, device=x.device)[1:]
+    args[late] = shifted.view(x.shape).copy_(args[late])
+    want = softmax_masked(x, mask)
+    assert (softmax_masked(**args) - want).abs().max() <= 2**-7 * want.max()
