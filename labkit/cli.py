@@ -220,6 +220,8 @@ def _inner(options) -> int:
 def generate(options) -> int:
     """Print a model's text."""
     try:
+        import torch
+
         from solutions.qwen3_decode.config import ModelError
         from solutions.qwen3_decode.generate import write
 
@@ -227,6 +229,9 @@ def generate(options) -> int:
             write(options.prompt, options.model, options.tokens, options.dtype)
         except ModelError as why:
             raise Fault(str(why)) from None
+        except torch.OutOfMemoryError as why:
+            said = str(why).partition(" If reserved")[0]
+            raise Fault(f"the model does not fit: {said}") from None
         except BrokenPipeError:  # whoever reads the text, such as `head`, has enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:  # the user has

@@ -241,6 +241,23 @@ def test_generate_without_the_extra_says_what_to_install(package, monkeypatch, c
     assert "pip install 'kernel-ladder[model]'" in error
 
 
+def test_generate_on_a_gpu_that_is_too_small_says_so(monkeypatch, capsys):
+    import torch
+
+    from solutions.qwen3_decode import generate as module
+
+    said = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 2 GiB."
+
+    def write(*arguments):
+        raise torch.OutOfMemoryError(f"{said} If reserved but unallocated memory is large, try …")
+
+    monkeypatch.setattr(module, "write", write)
+    code, out, error = generate(capsys, "a")
+    assert (code, out) == (1, "")
+    assert error.count("\n") == 1
+    assert error.endswith(f"the model does not fit: {said}\n")
+
+
 def test_the_ladder_needs_no_extra():
     """`lab check` imports every chapter, and the lab is installed without extras."""
     code = "import sys; sys.modules.update(dict.fromkeys(('safetensors', 'tokenizers', 'jinja2',"

@@ -174,6 +174,12 @@ def test_slots_past_the_context_do_not_matter():
         assert torch.equal(got, want)
 
 
+def test_cache_larger_than_the_memory_is_named():
+    config = replace(TINY, max_position_embeddings=10**15)
+    with pytest.raises(ModelError, match=r"no memory for a cache of 10{15} slots, [\d,]+\.\d GB"):
+        reference.new_cache(config, 10**15, torch.float32, "cpu")
+
+
 def test_cache_refuses_what_does_not_fit():
     model = weights.random_model(TINY, dtype=torch.float32, device="cpu")
     cache = reference.new_cache(TINY, 8, torch.float32, "cpu")

@@ -21,6 +21,7 @@ Source   Yang et al. 2025, arXiv:2505.09388 (Qwen3)
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -43,11 +44,15 @@ class Cache(NamedTuple):
 
 
 def new_cache(config: Qwen3Config, S: int, dtype: torch.dtype, device: torch.device) -> Cache:
-    """An empty cache of S slots. ModelError if the model knows no S positions."""
+    """An empty cache of S slots. ModelError if the model or the memory has no room for so many."""
     if not 1 <= S <= config.max_position_embeddings:
         raise ModelError(f"a cache of {S} slots; the model has {config.max_position_embeddings}")
     shape = (config.num_hidden_layers, S, config.num_key_value_heads, config.head_dim)
-    k, v = torch.zeros((2, *shape), dtype=dtype, device=device)
+    try:
+        k, v = torch.zeros((2, *shape), dtype=dtype, device=device)
+    except RuntimeError:  # torch has a class of its own for this on GPUs only
+        size = 2 * math.prod(shape) * dtype.itemsize
+        raise ModelError(f"no memory for a cache of {S} slots, {size / 1e9:,.1f} GB") from None
     return Cache(k, v, rope.cos_sin_table(S, config.head_dim, config.rope_theta, device))
 
 
