@@ -1014,7 +1014,7 @@ def packs_of(dtype: torch.dtype) -> int:
     return PACK_ELEMENTS * dtype.itemsize // VECTOR_BYTES
 
 
-@cache  # not a plain dict: a check that finds CUDA C++ in rung 6 does not simulate it
+@cache  # rung 6 asks when it launches: what holds CUDA C++ at sight is not simulated
 def cluster_kernels(masked: bool) -> dict:
     """Instances by dtype, and by whether rows begin inside packs; compiled when first launched."""
     return {
