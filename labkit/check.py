@@ -38,6 +38,7 @@ VAGUE = (
     "low-precision accumulator",
 )
 SEEDS = 3  # random inputs tried per dtype at the largest size
+COMPILE_FOR = "sm_90"  # a kernel that is right under the simulators must compile, too
 
 
 class CheckFailed(AssertionError):
@@ -150,6 +151,8 @@ def check(
         run.properties(dtypes)
         for dtype in dtypes:
             run.numbers(dtype)
+        if SIMULATED and kinds and not problem.measure:
+            run.compiled()
     except NotAttempted:
         return Verdict("⚪", name, note="not attempted yet")
     return Verdict(
@@ -356,6 +359,17 @@ class _Run:
             sizes = (self.problem.bench_size, *self.problem.sweep)
             for size in (sizes[0], max(sizes, key=lambda size: list(size.values())[1:])):
                 self.call("numbers", dtype, size, seed=self.seed + SEEDS)
+
+    def compiled(self) -> None:
+        """A simulator runs any Python; a compiler may not take it."""
+        from labkit.compile import CompileError, compiles
+
+        try:
+            compiles(self.launcher, self.problem, (COMPILE_FOR,), **self.problem.test_sizes[-1])
+        except CompileError as why:
+            self.fail("does not compile", f"compiling for {COMPILE_FOR}", str(why))
+        except Exception:  # the compilers' process cannot have this launcher, or not run it
+            self.skipped.append("whether it compiles")
 
 
 def _numel(problem: Problem, size: Mapping[str, int]) -> int:

@@ -19,6 +19,7 @@ SMALL = 32  # numbers of a tensor that a report shows whole
 BUGS = {
     "wrong signature": "it does not take the arguments of the problem",
     "raises": "it raises an exception",
+    "does not compile": "Python runs it under the simulator, but the compiler does not take it",
     "hang": "it does not return",
     "writes nothing": "the output still holds the poison it was allocated with",
     "returns zeros": "every output is zero",

@@ -505,6 +505,43 @@ def unfilled(x):
     return y
 
 
+@triton.jit
+def interpreted_kernel(a_ptr, b_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """The interpreter runs the loop; for the compiler, an index into a tuple is no variable."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    parts = (tl.load(a_ptr + offs, mask=mask), 2 * tl.load(b_ptr + offs, mask=mask))
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(2):
+        total += parts[i]
+    tl.store(y_ptr + offs, total, mask=mask)
+
+
+def interpreted(a, b):
+    y = torch.empty_like(a, memory_format=torch.contiguous_format)
+    if a.numel():
+        grid = (triton.cdiv(a.numel(), 64),)
+        interpreted_kernel[grid](a.contiguous(), b.contiguous(), y, a.numel(), BLOCK=64)
+    return y
+
+
+@cuda.jit
+def simulated_kernel(a, b, y):
+    """Numba's simulator runs any Python, such as a dict; its compiler does not."""
+    col, row = cuda.grid(2)
+    if row < y.shape[0] and col < y.shape[1]:
+        weight = {"a": 1, "b": 2}
+        y[row, col] = weight["a"] * a[row, col] + weight["b"] * b[row, col]
+
+
+def simulated(a, b):
+    M, N = a.shape
+    y = torch.empty_like(a, memory_format=torch.contiguous_format)
+    if M:
+        simulated_kernel[(triton.cdiv(N, 32), M), 32, lab.stream()](a, b, y)
+    return y
+
+
 @pytest.mark.parametrize(
     ("fn", "problem", "bug"),
     [
@@ -516,6 +553,15 @@ def unfilled(x):
             ROW_SUM,
             "wrong mask fill",
             marks=pytest.mark.skipif(not lab.SIMULATED, reason="a GPU may fill with zeros"),
+        ),
+        *(
+            pytest.param(
+                fn,
+                BLEND,
+                "does not compile",
+                marks=pytest.mark.skipif(not lab.SIMULATED, reason="on a GPU it raises"),
+            )
+            for fn in (interpreted, simulated)
         ),
     ],
 )
