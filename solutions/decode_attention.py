@@ -1646,7 +1646,7 @@ GROUPED = lab.Exercise(
         "scaled product. Masked keys need a score of -inf: with 0 they would weigh something.",
         "For each head, m = max(m_i, largest score of the tile), alpha = exp2(m_i - m) and p = "
         "exp2(s - m). Both l_i and acc shrink by alpha before the tile's p and p·v are added. m_i "
-        "begins with LOWEST, below every score.",
+        "begins at LOWEST, with `tl.full`.",
         "A loop carries a tuple if every round makes a new one: m_new += (m,) for each head, then "
         "m_i = m_new. After the last tile o = acc / l_i; with an empty context l_i is 0.",
     ),

@@ -2,6 +2,7 @@
 
 import labkit as lab
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -244,8 +245,7 @@ def test_generate_without_the_extra_says_what_to_install(package, monkeypatch, c
 def test_generate_on_a_gpu_that_is_too_small_says_so(monkeypatch, capsys):
     import torch
 
-    from solutions.qwen3_decode import generate as module
-
+    module = importlib.import_module("solutions.qwen3_decode.generate")
     said = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 2 GiB."
 
     def write(*arguments):
