@@ -125,6 +125,25 @@ class Ladder:
         columns = ("rung", "name", "kind", "idea", "time", "useful bandwidth", "% of ceiling")
         return Table(columns, tuple(rows))
 
+    def bars(self, device: str | None = None) -> Table:
+        """Every bar of the target, what was measured, and whether it is met; as `table`."""
+        from labkit.results import in_unit_of, results
+
+        rows = (
+            (b["text"], *(in_unit_of(b["text"], b[n]) for n in ("measured", "limit")), met)
+            for b in results(self.slug, device).data["target"]["bars"]
+            for met in ["yes" if b["met"] else "no"]
+        )
+        return Table(("bar", "measured", "limit", "met"), tuple(rows))
+
+    def attempts(self, device: str | None = None) -> Table:
+        """What was tried and rejected, with what was measured; as `table`."""
+        from labkit.results import results
+
+        columns = ("attempt", "expected", "measured", "cause")
+        rows = results(self.slug, device).data["rejected"]
+        return Table(columns, tuple(tuple(row[c] for c in columns) for row in rows))
+
     def plot(
         self, chart: str = "ladder", problem: Problem | None = None, device: str | None = None
     ) -> object:

@@ -85,23 +85,9 @@ def scorecard_table() -> str:
 def bars_table() -> str:
     """Every bar, written before its measurement, and what was measured."""
     lines = ["| chapter | bar | measured | limit | met |", "|:--|:--|--:|--:|:--|"]
-    for ladder, measured in recorded():
-        for bar in measured.data["target"]["bars"]:
-            lines.append(
-                f"| {ladder.slug} | {bar['text']} | {_number(bar['measured'], bar['text'])} "
-                f"| {_number(bar['limit'], bar['text'])} "
-                f"| {'yes' if bar['met'] else 'no'} |"
-            )
+    for ladder, _ in recorded():
+        lines += [f"| {' | '.join((ladder.slug, *row))} |" for row in ladder.bars().rows]
     return "\n".join(lines)
-
-
-def _number(value: float, text: str) -> str:
-    """A bar's number: seconds in µs, bytes a second, shares in %, ratios with two decimals."""
-    if " µs " in text:
-        return microseconds(value)
-    if "B/s" in text:
-        return rate(value)
-    return f"{100 * value:.1f} %" if "%" in text else f"{value:.2f}"
 
 
 def scorecard_page() -> str:

@@ -76,6 +76,15 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %" if fraction < 0.0995 else f"{100 * fraction:.0f} %"
 
 
+def in_unit_of(bar: str, value: float) -> str:
+    """A number in the unit that the text of its bar has: µs, bytes/s, %, or none for a ratio."""
+    if " µs " in bar:
+        return f"{1e6 * value:,.4g} µs"  # so that 2.897 is seen to be under 2.9
+    if "B/s" in bar:
+        return rate(value)
+    return f"{100 * value:.3g} %" if "%" in bar else f"{value:.3g}"
+
+
 @dataclass(frozen=True)
 class Results:
     """One chapter's recorded run."""

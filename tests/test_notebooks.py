@@ -26,7 +26,8 @@ CODE_LINES_MEDIAN, CODE_LINES_MAX = 8, 60
 PNG_BYTES, NOTEBOOK_BYTES = 60_000, 300_000
 ALT_CHARACTERS = 250
 FROM_RESULTS = ("lab.say(", "LADDER.table(", "LADDER.plot(", "Table(", "DECODE.table(")
-FROM_RESULTS += ("DECODE.plot(", "ledger.table(", "ledger.figure(", "dispatch.table(")
+FROM_RESULTS += ("LADDER.bars(", "LADDER.attempts(", "DECODE.plot(")
+FROM_RESULTS += ("ledger.table(", "ledger.figure(", "dispatch.table(")
 MEASURED = re.compile(r"\d\s*((µs|us|ns|ms|GB/s|TB/s)\b|[GT]FLOP)")
 # Written by tools into a cell's metadata at every run: noise in every diff.
 NOISE = {"execution", "ExecuteTime", "collapsed", "scrolled", "vscode", "colab"}

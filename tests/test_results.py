@@ -2,7 +2,7 @@
 
 import labkit as lab
 from labkit import pages
-from labkit.results import RESULTS, Results, save, validate
+from labkit.results import RESULTS, Results, in_unit_of, save, validate
 
 import json
 import re
@@ -233,3 +233,27 @@ def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):
     started()
     assert timed[: len(everything)] == everything, "other code: all over again"
     assert len(tested) == 3
+
+
+@pytest.mark.parametrize(
+    ("bar", "value", "text"),
+    [
+        ("takes at most 2.9 µs at N=1", 2.8965e-6, "2.897 µs"),
+        ("takes at most 650 µs at context=512", 682.27e-6, "682.3 µs"),
+        ("reads at least 2.6 TB/s at N=1", 3.0519e12, "3.05 TB/s"),
+        ("reaches 92% of the ceiling", 0.92, "92 %"),
+        ("reaches 92% of the ceiling", 0.9816, "98.2 %"),
+        ("takes at most 0.60 times as long as SDPA", 0.665, "0.665"),
+    ],
+)
+def test_a_bars_number_has_its_unit(bar, value, text):
+    assert in_unit_of(bar, value) == text
+
+
+def test_bars_and_attempts_are_those_of_the_recording():
+    ladder, _ = lab.find("softmax")
+    data = lab.results("softmax").data
+    bars, attempts = ladder.bars().rows, ladder.attempts().rows
+    assert [b[0] for b in bars] == [b["text"] for b in data["target"]["bars"]]
+    assert [b[3] for b in bars] == ["yes" if b["met"] else "no" for b in data["target"]["bars"]]
+    assert [a[2] for a in attempts] == [r["measured"] for r in data["rejected"]]
