@@ -411,6 +411,18 @@ def test_a_skipped_backend_is_never_reported_as_passed():
         assert verdict.verified == ("float32", "float16", "bfloat16")
 
 
+@pytest.mark.skipif(not lab.SIMULATED, reason="a GPU has compiled what it ran")
+def test_what_cannot_be_compiled_apart_is_not_claimed_to_compile():
+    lock = threading.Lock()  # cannot travel to the compilers' process
+
+    def locked(a, b):
+        with lock:
+            return blend_right(a, b)
+
+    assert "whether it compiles" in lab.check(locked, BLEND).not_verified
+    assert "whether it compiles" not in lab.check(blend_right, BLEND).not_verified
+
+
 def test_a_skeleton_is_not_attempted():
     def mine(a, b):
         lab.todo("about 3 lines")
