@@ -129,11 +129,10 @@ class Ladder:
         """Every bar of the target, what was measured, and whether it is met; as `table`."""
         from labkit.results import in_unit_of, results
 
-        rows = (
-            (b["text"], *(in_unit_of(b["text"], b[n]) for n in ("measured", "limit")), met)
-            for b in results(self.slug, device).data["target"]["bars"]
-            for met in ["yes" if b["met"] else "no"]
-        )
+        rows = []
+        for bar in results(self.slug, device).data["target"]["bars"]:
+            numbers = (in_unit_of(bar["text"], bar[n]) for n in ("measured", "limit"))
+            rows.append((bar["text"], *numbers, "yes" if bar["met"] else "no"))
         return Table(("bar", "measured", "limit", "met"), tuple(rows))
 
     def attempts(self, device: str | None = None) -> Table:
