@@ -159,11 +159,11 @@ def embed_norm_fused_kernel(
 ):
     """The one program looks its token up, copies that row of embed to x, and its norm to h."""
     position = tl.load(position_ptr)
-    token = tl.load(tokens_ptr + position).to(tl.int64)
     offs = tl.arange(0, BLOCK_N)
     mask = offs < N
+    w = tl.load(w_ptr + offs, mask=mask)  # needs no token, so it is on the way beside it
+    token = tl.load(tokens_ptr + position).to(tl.int64)
     x = tl.load(embed_ptr + token * N + offs, mask=mask, other=0.0)
-    w = tl.load(w_ptr + offs, mask=mask)
     tl.store(x_ptr + offs, x, mask=mask)
     wide = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide) / N + eps)
