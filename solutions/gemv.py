@@ -45,8 +45,8 @@ BLOCK_WARPS = 8  # rung 5: warps of a block; up to all of them share a row
 ROWS = 4096  # of weights that the references dequantise at a time: all, in float64, are gigabytes
 LANE_LOADS = 4  # rung 5: vectors of a row that a lane asks for before it uses the first
 SMALL = 2**25  # rung 5: bytes of w; 12 MB want many warps with two loads, 311 MB fewer with more
-W8_SMALL = 2**23  # rung 6: bytes of w; all warps that 6 MB want are under way at once
-W4_ROWS, W4_WARPS = 4, 4  # rung 7: rows of a program, so loads of w in a lane; its warps
+W8_ROWS, W8_WARPS = 4, 2  # rung 6: rows of a program, so loads of w in a lane; its warps
+W4_ROWS, W4_WARPS = 4, 4  # rung 7, the same
 LONG_K = 16384  # rung 7: for rows from here on a program has twice as many, to share loads of x
 W8_LANE, W4_LANE = 16, 32  # columns of a lane in rungs 6 and 7: a vector
 GROUP = 128  # columns that share a W4 scale
@@ -316,7 +316,7 @@ GEMV_W8A16 = lab.Problem(
         "forgets the scale": lambda x, w_q, scale: w8_reference(x, w_q, torch.ones_like(scale)),
         "reads int8 as uint8": lambda x, w_q, scale: w8_reference(x, w_q.view(torch.uint8), scale),
         "last partial split dropped": lambda x, w_q, scale: w8_reference(
-            *without_last_piece(cut_w8(len(x), *w_q.shape)[1] * WARP * W8_LANE)(x, w_q, scale)
+            *without_last_piece(W8_WARPS * WARP * W8_LANE)(x, w_q, scale)
         ),
         "same token for every row": lambda x, w_q, scale: w8_reference(
             x[:1].expand_as(x), w_q, scale
@@ -931,14 +931,6 @@ def gemv_w8a16_fused_kernel(
         tl.store(y_ptr + m * N + offs_n, scale * tl.sum(acc[m], axis=1), mask=offs_n < N)
 
 
-def cut_w8(M: int, N: int, K: int) -> tuple[int, int]:
-    """How rung 6 cuts w: rows of a program, and its warps."""
-    warps = triton.next_power_of_2(triton.cdiv(K, WARP * W8_LANE))  # a load a lane for each row
-    if M == 1 and N * K <= W8_SMALL:  # many warps, which ask for all of w at once
-        return 2, min(warps, BLOCK_WARPS)
-    return 4, min(max(1, warps // 2), 2)  # from two loads on; few warps have few sums to add
-
-
 def gemv_w8a16_fused(
     x: Tokens,
     w_q: Int8[Tensor, "N K"],
@@ -966,8 +958,8 @@ def gemv_w8a16_fused(
     check_aligned(w_q=w_q)
     y = output(x, N, out, w_q=w_q, scale=scale)
     if N > 0:
-        rows, num_warps = cut_w8(M, N, K)
-        gemv_w8a16_fused_kernel[(triton.cdiv(N, rows),)](
+        num_warps = min(W8_WARPS, triton.next_power_of_2(triton.cdiv(K, WARP * W8_LANE)))
+        gemv_w8a16_fused_kernel[(triton.cdiv(N, W8_ROWS),)](
             x,
             w_q.view(torch.int32),
             scale,
@@ -976,7 +968,7 @@ def gemv_w8a16_fused(
             N,
             M=M,
             K=K,
-            ROWS=rows,
+            ROWS=W8_ROWS,
             LANES=WARP * num_warps,
             LANE=W8_LANE,
             num_warps=num_warps,
