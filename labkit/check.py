@@ -13,8 +13,17 @@ in float64, K the number of terms summed into one output. The book derives it in
 from __future__ import annotations
 
 from labkit.device import DEVICE, LAUNCHED, SIMULATED
-from labkit.diagnose import BUGS, Case, error, lens_bug, memory_bug, value_bug, wrong_form
-from labkit.guard import bits, guarded
+from labkit.diagnose import (
+    BUGS,
+    Case,
+    damage_bug,
+    error,
+    lens_bug,
+    memory_bug,
+    value_bug,
+    wrong_form,
+)  # fmt: skip
+from labkit.guard import bits, guarded, guarded_allocations
 from labkit.ladder import Rung
 from labkit.launch import NotAttempted, as_kernel, attempted, kernels_of, packaged
 from labkit.problem import Problem, cloned, is_float, outputs
@@ -314,10 +323,13 @@ class _Run:
                 self.skipped.append(prop.text)
                 continue
             try:
-                trouble = prop.holds(self.launcher)
+                with guarded_allocations() as damage:
+                    trouble = prop.holds(self.launcher)
             except Exception as why:
                 bug, text = _exception(why)
                 self.fail(bug, f"property: {prop.text}", text)
+            if stray := damage_bug(damage):  # the sizes were right, so it is what this tests
+                trouble = stray[1]
             if trouble:
                 self.fail(prop.bug, f"property: {prop.text}", trouble)
 

@@ -291,6 +291,7 @@ def _gpu_tests(slug: str) -> dict[str, int]:
                 "-k",
                 slug,
                 "tests/test_solutions.py",
+                "tests/test_arguments.py",
                 *sorted(map(str, ROOT.glob(f"tests/test_{slug}*.py"))),  # a whole model has more
                 f"--junitxml={report}",
                 "-p",

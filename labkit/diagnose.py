@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from labkit.guard import Run, unwritten
+from labkit.guard import Damage, Run, unwritten
 from labkit.problem import Problem, cloned, is_float, outputs
 from labkit.tracing import undefined_lanes
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -129,9 +129,9 @@ def lens_bug(report) -> tuple[str, str] | None:
     return bug, str(first)
 
 
-def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:
-    """Bands that were written, inputs that changed, outputs that were not."""
-    for hit in run.damage:
+def damage_bug(damage: Iterable[Damage]) -> tuple[str, str] | None:
+    """Bands that were written."""
+    for hit in damage:
         text = (
             f"{hit.count} item(s) {hit.side} the end of {hit.buffer} were overwritten"
             if hit.side == "after"
@@ -139,6 +139,13 @@ def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:
         )
         beyond = hit.side == "after" and hit.distance == 0 and hit.count > 1
         return ("missing tail guard" if beyond else "out-of-bounds store"), text
+    return None
+
+
+def memory_bug(case: Case, run: Run) -> tuple[str, str] | None:
+    """Bands that were written, inputs that changed, outputs that were not."""
+    if found := damage_bug(run.damage):
+        return found
     names = case.problem.mutates and list(inspect.signature(case.problem.library).parameters)
     allowed = [names.index(m) for m in case.problem.mutates]
     changed = [i for i in run.changed if i not in allowed]
@@ -230,12 +237,13 @@ def _value_class(case: Case, got: tuple, g, want, allowed: float) -> str:
 
 
 def _one_factor(g, want) -> bool:
-    """Whether every row is off by the same factor: a formula does that, rounding does not."""
-    if want.dim() < 2 or want.shape[0] < 2:
-        return False
-    rows = want.double().abs().amax(dim=-1)
-    off = (g.double().abs().amax(dim=-1) / rows.clamp_min(1e-30) - 1).flatten()
-    return bool(off.std() < 0.1 * off.mean().abs())
+    """Whether all is off by the same factor: a formula does that, rounding does not."""
+    got, true = g.double().abs(), want.double().abs()
+    if true.dim() > 1 and true.shape[:-1].numel() > 1:
+        got, true = got.amax(dim=-1), true.amax(dim=-1)  # of rows
+    keep = true > 0.1 * true.max()  # rounding moves what is near zero
+    off = got[keep] / true[keep] - 1
+    return len(off) > 1 and bool(off.std() < 0.1 * off.mean().abs())
 
 
 def _shifted(g, want, near) -> bool:

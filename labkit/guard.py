@@ -8,13 +8,17 @@ from __future__ import annotations
 from labkit.problem import outputs
 from labkit.tracing import undefined_lanes
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BAND = 4096  # canary elements on each side of a buffer: more than any tile's overhang
+LARGE = 2**28  # elements: what a property allocates above that is gigabytes, and gets no bands
+MAKES = ("empty", "zeros", "ones", "full", "new_", "clone", "cat")  # torch's ops for a new tensor
 
 # One bit pattern per item size. Read as a float (fp16 and bf16 alike) each is a quiet NaN that no
 # arithmetic produces; read as an integer it is large and odd. Inputs and allocations differ,
@@ -83,21 +87,40 @@ def _damage(name: str, whole: torch.Tensor, pattern: dict[int, int]) -> list[Dam
 class _Bands(TorchDispatchMode):
     """While active, every tensor that Python code allocates gets bands and, if empty, poison."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: float = math.inf) -> None:
         super().__init__()
+        self.largest = largest  # elements
         self.buffers: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        allocates = name.startswith(("empty", "new_empty", "zeros", "new_zeros", "ones", "full"))
-        if not allocates or not isinstance(out, torch.Tensor) or out.layout != torch.strided:
+        if not (name.startswith(MAKES) and isinstance(out, torch.Tensor)):
+            return out
+        if out.layout != torch.strided or out.numel() > self.largest:
             return out
         inner, whole = _banded(out, _ALLOCATED)
         if "empty" not in name:
             inner.copy_(out)
         self.buffers.append(whole)
         return inner
+
+    def damage(self) -> list[Damage]:
+        """What was written round the buffers."""
+        found = []
+        for i, whole in enumerate(self.buffers):
+            name = "the output" if len(self.buffers) == 1 else f"allocation {i}"
+            found += _damage(name, whole, _ALLOCATED)
+        return found
+
+
+@contextmanager
+def guarded_allocations() -> Iterator[list[Damage]]:
+    """What is allocated inside gets bands, the caller's tensors too. At the end, the damage."""
+    mode, found = _Bands(LARGE), []
+    with undefined_lanes(), mode:
+        yield found
+    found += mode.damage()
 
 
 def guarded(fn: Callable, inputs: tuple) -> Run:
@@ -125,7 +148,5 @@ def guarded(fn: Callable, inputs: tuple) -> Run:
         damage += _damage(f"input {position}", whole, _INPUT)
         if not torch.equal(bits(whole[BAND:-BAND]), bits(saved[BAND:-BAND])):
             changed.append(position)
-    for i, whole in enumerate(mode.buffers):
-        name = "the output" if len(mode.buffers) == 1 else f"allocation {i}"
-        damage += _damage(name, whole, _ALLOCATED)
+    damage += mode.damage()
     return Run(result, None, tuple(damage), tuple(changed))

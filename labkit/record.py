@@ -101,7 +101,8 @@ def record(
 
     `gpu_tests` runs the chapter's tests and returns their counts, or raises. These, and what is
     timed at one size, go to `<device>/<slug>.part` at once. A recording that was stopped starts
-    again with those, if the code, the GPU and the packages are still the same.
+    again with those, if the code, the GPU's name and driver and the packages are still the same;
+    `starts` says how often it was started, and the ceilings are those of the last time.
     """
     if SIMULATED:
         raise RuntimeError("record needs a GPU: a simulator is never timed")
@@ -113,9 +114,11 @@ def record(
         log(f"  tests: {before['gpu_tests']['passed']} passed before the stop")
     tests = before["gpu_tests"] if before else gpu_tests()
     timings, model = (before["timings"], before["model"]) if before else ([], {})
+    starts = 1 + before["starts"] if before else 1
 
     def keep() -> None:
-        done = {"same": same, "gpu_tests": tests, "timings": timings, "model": model}
+        done = {"same": same, "starts": starts, "gpu_tests": tests}
+        done |= {"timings": timings, "model": model}
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(done))
 
@@ -146,6 +149,7 @@ def record(
         "versions": versions,
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
+        "starts": starts,
         "target": {"text": "", "met": False, "bars": []},
         "timings": timings,
         "rejected": [_rejected(ladder, r) for r in ladder.rejected],

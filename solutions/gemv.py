@@ -295,6 +295,7 @@ GEMV_W8A16 = lab.Problem(
             (2, 3, 272),
         )
     ),
+    huge_size=GEMV.huge_size,
     bench_size={"M": 1, "N": 28672, "K": 8192},
     sweep=(
         *({"M": 1, "N": n, "K": k} for n, k in (*LAYERS, (151936, 1024))),
@@ -422,6 +423,7 @@ GEMV_W4A16 = lab.Problem(
             (2, 3, 384),
         )
     ),
+    huge_size={"M": 1, "N": 2**19 + 1, "K": 8192},  # bytes of w_q; 2^32 weights
     bench_size={"M": 1, "N": 8192, "K": 81920},
     sweep=(
         *({"M": 1, "N": n, "K": k} for n, k in (*LAYERS, (151936, 1024), (28672, 8192))),

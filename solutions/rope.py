@@ -328,39 +328,61 @@ def flashinfer_apart(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v
     return stored(q, k, v, k_cache, v_cache, slots)
 
 
-def writes_its_slots_only(kernel) -> str | None:
-    """Into caches that exist: a token's slot is written, -1 writes nothing, all else stays.
-
-    q, k and v are views of one tensor, as a fused projection leaves them; q gets its output, if the
-    kernel takes one.
-    """
-    T, H, H_kv, D, S = 4, 4, 2, 16, 7
-    args = cache_inputs(torch.float32, seed=1, T=T, H=H, H_kv=H_kv, D=D)
-    packed = torch.cat([x.flatten(1) for x in args[:3]], dim=1)  # [T, (H + 2·H_kv)·D]
-    q, k, v = (x.unflatten(1, (-1, D)) for x in packed.split((H * D, H_kv * D, H_kv * D), dim=1))
-    fresh = (torch.zeros((T, H_kv, D), device=q.device) for _ in range(2))
-    wanted_q, k_rows, v_rows = kernel(*args[:7], *fresh, row_of(q))
+def of_four_tokens(slots=(0, 1, 2, 3)) -> tuple:
+    """Arguments with two caches of seven slots, which hold 9, inside rooms with one more around."""
+    args = cache_inputs(torch.float32, seed=1, T=4, H=4, H_kv=2, D=16)
     # Slot -1 would be the row before the cache: it belongs to the same allocation.
-    rooms = [torch.full((S + 2, H_kv, D), 9.0, device=q.device) for _ in range(2)]
-    wanted = [room.clone() for room in rooms]
-    slots = torch.tensor([5, -1, 2, 3], device=q.device)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            wanted[0][1 + slot], wanted[1][1 + slot] = k_rows[token], v_rows[token]
+    rooms = (torch.full((9, 2, 16), 9.0, device=args[0].device) for _ in range(2))
+    return *args[:7], *(room[1:-1] for room in rooms), torch.tensor(slots, device=args[0].device)
+
+
+def tokens_may_lie_apart(kernel) -> str | None:
+    """q, k and v each have a stride of their own. A clear refusal is right."""
+    wanted = kernel(*of_four_tokens())
+    args = of_four_tokens()
+    # Other heads lie between, as in the output of a fused projection.
+    views = (
+        torch.cat((x, x.new_zeros(4, more, 16)), dim=1)[:, : x.shape[1]]
+        for x, more in zip(args[:3], (1, 2, 4), strict=True)
+    )
+    try:
+        got = kernel(*views, *args[3:])
+    except ValueError:
+        return None
+    for name, g, want in zip(("q", "k_cache", "v_cache"), got, wanted, strict=True):
+        if not torch.equal(g, want):
+            return f"{name} is not what it is where tokens follow each other without a gap"
+    return None
+
+
+def skipped_token_has_q(kernel) -> str | None:
+    """Slot -1 says that k and v are not kept. Attention still needs q."""
+    wanted = kernel(*of_four_tokens())[0]
+    got = kernel(*of_four_tokens([5, -1, 2, 3]))[0]
+    wrong = (got != wanted).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    return f"slots 5, -1, 2, 3: the q of tokens {wrong} are others" if wrong else None
+
+
+def writes_its_slots_only(kernel) -> str | None:
+    """A token's slot is written, -1 writes nothing, all else stays; q is in `out`, if given."""
+    slots = [5, -1, 2, 3]
+    wanted_q, k_rows, v_rows = kernel(*of_four_tokens())
+    args = of_four_tokens(slots)
     given = {"out": torch.empty_like(wanted_q)}
     if "out" not in inspect.signature(kernel).parameters:
         given = {}
-    caches = [room[1:-1] for room in rooms]
-    try:
-        got = kernel(q, k, v, *args[3:7], *caches, slots, **given)
-    except ValueError:  # a clear refusal of views is right
-        got = kernel(*args[:7], *caches, slots, **given)
+    rooms = [cache._base for cache in args[7:9]]
+    wanted = [room.clone() for room in rooms]
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[0][1 + slot], wanted[1][1 + slot] = k_rows[token], v_rows[token]
+    got = kernel(*args, **given)
     if not torch.equal(given.get("out", got[0]), wanted_q):
-        return "q is not what it is for contiguous inputs, or not in the output that was given"
+        return "q is not in the output that was given"
     for name, room, want in zip(("k_cache", "v_cache"), rooms, wanted, strict=True):
         wrong = (room != want).flatten(1).any(dim=1).nonzero().flatten() - 1
         if len(wrong):
-            return f"slots {slots.tolist()} of {S}: wrong in {name}, slots {wrong.tolist()}"
+            return f"slots {slots} of 7: wrong in {name}, slots {wrong.tolist()}"
     return None
 
 
@@ -374,6 +396,29 @@ def norm_after_rope(q, k, v, qw, kw, cos_sin, positions, k_cache, v_cache, slots
     q, k = reference(q, k, cos_sin, positions)
     q, k = norm(q, qw), norm(k, kw)
     return stored(q, k, v, k_cache, v_cache, slots)
+
+
+def leaves(i: int):
+    """A suspect: output i, a cache, stays as it was."""
+
+    def formula(*args):
+        before = args[6 + i].clone()
+        got = cache_reference(*args)
+        return *got[:i], before, *got[i + 1 :]
+
+    return formula
+
+
+def k_without_norm(q, k, v, qw, kw, cos_sin, positions, *rest):
+    """The rotation alone, for k."""
+    q, k = reference(norm(q, qw), k, cos_sin, positions)
+    return stored(q, k, v, *rest)
+
+
+def k_without_rotation(q, k, v, qw, kw, cos_sin, positions, *rest):
+    """The norm alone, for k."""
+    q, _ = reference(norm(q, qw), k, cos_sin, positions)
+    return stored(q, norm(k, kw), v, *rest)
 
 
 QK_NORM_ROPE_CACHE = lab.Problem(
@@ -408,6 +453,11 @@ QK_NORM_ROPE_CACHE = lab.Problem(
         "slot off by one": of_cache(lambda *args: (*args[:9], args[9] + 1)),
         "ignores slot_mapping": of_cache(lambda *args: (*args[:9], row_of(args[0]))),
         "position off by one": of_cache(lambda *args: (*args[:6], args[6] + 1, *args[7:])),
+        "row used as position": of_cache(lambda *args: (*args[:6], row_of(args[0]), *args[7:])),
+        "k is not normed": k_without_norm,
+        "k is not rotated": k_without_rotation,
+        "does not write k_cache": leaves(1),
+        "does not write v_cache": leaves(2),
         "wrong sign": of_cache(lambda *args: (*args[:5], minus(args[5]), *args[6:])),
         "wrong GQA head map": of_cache(lambda q, k, *rest: (q, shared(k, q.shape[1]), *rest)),
         "rotates v": of_cache(
@@ -421,6 +471,8 @@ QK_NORM_ROPE_CACHE = lab.Problem(
         ),
     },
     properties=(
+        lab.Property("tokens may lie apart", "ignores a stride", tokens_may_lie_apart),
+        lab.Property("a skipped token has a q", "skips q, too", skipped_token_has_q),
         lab.Property("slot -1 is skipped", "writes skipped tokens", writes_its_slots_only),
         lab.Property(
             "bf16 is rounded where Transformers rounds it",
@@ -977,13 +1029,13 @@ FUSED = lab.Exercise(
     "qk_norm_rope_cache_fused",
     "qk_norm_rope_cache_fused_kernel",
     hints=(
-        "Load q and k as in rung 4, v with k's offsets, and both weights by halves. Masked lanes "
-        "of q and k must hold zeros: a sum of squares runs over them.",
+        "Load q and k as in rung 4, v at `token * stride_v` with k's `offs_k`, and both weights by "
+        "halves. Masked lanes of q and k must hold zeros: a sum of squares runs over them.",
         "normed(x1, x2, w1, w2, eps, D) and turned(x1, x2, cos, sin) do the arithmetic. Which "
         "comes first? Qwen stores the norm's result, then rotates it.",
         "A cache row holds the H_KV heads of one token: row `slot` begins slot·H_KV·D elements in. "
-        "Where slot is -1, nothing may be stored to either cache. `slot` is one number, so a plain "
-        "`if slot >= 0:` round the stores will do.",
+        "Where slot is -1, nothing may be stored to either cache. q is stored all the same. `slot` "
+        "is one number, so a plain `if slot >= 0:` round the stores will do.",
     ),
     mutants=(
         lab.Mutant("norm_last", "norm after rope", {NORMS + TURNS: TURNS + NORMS}),
@@ -1008,6 +1060,22 @@ FUSED = lab.Exercise(
             {SLOT: "slot = token"},
         ),
         lab.Mutant("no_skip", "writes skipped tokens", {"if slot >= 0:": "if slot >= -1:"}),
+        lab.Mutant(
+            "stride",
+            "ignores a stride",
+            {
+                "v1 = tl.load(v_ptr + token * stride_v": "v1 = tl.load(v_ptr + token * stride_k",
+                "v2 = tl.load(v_ptr + token * stride_v": "v2 = tl.load(v_ptr + token * stride_k",
+            },
+        ),
+        lab.Mutant(
+            "cache_stride", "ignores a stride", {"row = slot * H_KV * D": "row = slot * stride_k"}
+        ),
+        lab.Mutant(
+            "early_end",
+            "skips q, too",
+            {"    mask_q = (": "    if slot < 0:\n        return\n    mask_q = ("},
+        ),
         lab.Mutant("sign", "wrong sign", {"sin = tl.load(": "sin = -tl.load("}),
         lab.Mutant(
             "position",
@@ -1073,9 +1141,9 @@ LADDER = lab.Ladder(
             against="rope_tiled",
             attempt="rung 3's CUDA kernel in the right block: a thread for each pack of each head",
             expected="the same loads as rung 4, and no idle lane: within 3 % either way",
-            cause="The loads are not the same: a thread of this kernel reads its cosines and sines "
-            "4 bytes at a time, 16 loads; Triton reads them 16 bytes at a time. The compile "
-            "card shows both.",
+            cause="One thing differs by the compile cards: a thread of this kernel reads its "
+            "cosines and sines 4 bytes at a time, 16 loads, and Triton reads them 16 bytes at a "
+            "time. Whether that is all was not tested.",
         ),
         lab.Rejected(
             qk_norm_rope_cache_thin,

@@ -712,8 +712,9 @@ VECTORIZED = lab.Exercise(
         "of DEPTH and add up; both tail masks need zeros where nothing is loaded.",
         "`tl.sum(w * x, axis=1)` in float32 is one number a row. Issue both loads of w before the "
         "first use of either.",
-        "When the sums are complete, round gate and up to the dtype of x: there the unfused model "
-        "writes them to memory. Then silu(gate), rounded, times up.",
+        "When the sums are complete, round gate and up to the dtype of x, as rung 4 does with "
+        "`x_ptr.dtype.element_ty`: there the unfused model writes them to memory. Then silu(gate), "
+        "rounded, times up.",
     ),
     mutants=(
         lab.Mutant(

@@ -421,6 +421,42 @@ def test_bad_files_are_named(copied, tmp_path):
         generate.load_tokenizer(copied)
 
 
+def test_the_published_configuration_is_read(tmp_path):
+    """What Qwen/Qwen3-0.6B has in config.json and generation_config.json on the hub."""
+    published = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    stop = {"bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stop | {"temperature": 0.6}))
+    assert config.read_config(tmp_path) == config.QWEN3_0_6B
+
+
 def test_stop_tokens_come_from_generation_config_first(copied):
     edit(copied / "config.json", eos_token_id=7)
     assert config.read_config(copied).stop_tokens == (7,)
@@ -639,6 +675,38 @@ TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<<answer>>{% endif %}
 """
+
+
+# With what Qwen3's own template uses: a namespace, messages from the last to the first, tests and
+# methods of strings, and a variable that may not be there.
+LIKE_QWENS = """\
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.content is string and not message.content.startswith('<tool>') %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '[' + message.role + ']\\n' + message.content.split('</think>')[-1].lstrip('\\n') }}
+    {{- '[end]\\n' if loop.index0 >= ns.last and not loop.first else '[first]\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '[assistant]\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{% endif %}
+{%- endif %}
+"""
+
+
+def test_a_template_with_what_qwens_uses_renders_as_in_transformers(copied):
+    transformers = pytest.importorskip("transformers")
+    edit(copied / "tokenizer_config.json", chat_template=LIKE_QWENS)
+    messages = [{"role": "user", "content": "\nWho's there? <b>"}]
+    want = transformers.AutoTokenizer.from_pretrained(copied).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    assert generate.as_chat(generate.chat_template(copied), messages[0]["content"]) == want
+    assert want == "[user]\nWho's there? <b>[first]\n[assistant]\n"
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "list", "chat_template.jinja"])

@@ -220,6 +220,7 @@ def test_a_stopped_recording_goes_on_where_it_was(tmp_path, monkeypatch):
     assert json.loads(path.read_text())["gpu_tests"]["passed"] == 7
     assert validate(path) is None
     assert list(path.parent.iterdir()) == [path], "nothing else is left behind"
+    assert json.loads(path.read_text())["starts"] == 2
     first = json.loads(path.read_text())["timings"][0]
     assert first["fraction_of_ceiling"] == pytest.approx(5e-6 / first["p50_s"])
 

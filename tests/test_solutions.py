@@ -68,6 +68,17 @@ def test_rung_compiles_for_every_architecture(ladder, rung):
     assert tuple(compiles(rung, ladder.problem_of(rung))) == tuple(ALL_ARCHS)
 
 
+@pytest.mark.parametrize(("ladder", "rung"), RUNGS, ids=ids(RUNGS))
+def test_rung_compiles_in_its_other_dtypes_at_an_edge_size(ladder, rung):
+    from labkit.compile import compiles
+
+    problem, archs = ladder.problem_of(rung), ("sm_80", "sm_90")
+    for dtype in rung.dtypes or problem.dtypes:
+        if dtype != torch.bfloat16:
+            good = compiles(rung, problem, archs, dtype=dtype, **problem.test_sizes[-1])
+            assert tuple(good) == archs, dtype
+
+
 @pytest.mark.parametrize(("ladder", "exercise", "mutant"), MUTANTS, ids=ids(MUTANTS))
 def test_mutant_is_rejected_with_its_class(ladder, exercise, mutant):
     rung = ladder.rung(exercise.rung_name)

@@ -213,7 +213,8 @@ EXERCISE = lab.Exercise(
         "`tokens_ptr` plus that says where its token is. Row `token` begins `token * N` numbers "
         "into `embed`. In a larger model that is past 2³¹, so make the token an int64 first.",
         "The rest is chapter 03's fused norm for one row: load the row and the gain with a mask, "
-        "sum the squares in float32, divide by `N` (not by `BLOCK_N`), add `eps`.",
+        "sum the squares of `wide`, the row in float32, divide by `N` (not by `BLOCK_N`), add "
+        "`eps`. One over the root of that is `rstd`.",
         "Store the row itself to `x_ptr`: it begins the residual stream. Store "
         "`w * (wide * rstd).to(x.dtype)` to `h_ptr`: round first, then multiply by the gain.",
     ),
@@ -257,6 +258,7 @@ EXERCISE = lab.Exercise(
             {"embed_ptr + token * N + offs, mask=mask, other=0.0": "embed_ptr + token * N + offs"},
         ),
         lab.Mutant("no_eps", "forgets eps", {" / N + eps)": " / N)"}),
+        lab.Mutant("sample_mean", "wrong formula", {" / N + eps)": " / (N - 1) + eps)"}),
         lab.Mutant("no_gain", "forgets the gain", {"w * (wide * rstd)": "(wide * rstd)"}),
         lab.Mutant(
             "swapped",

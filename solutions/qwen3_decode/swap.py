@@ -16,7 +16,8 @@ hides small faults, such as a missing eps: look in float32, too.
 The step calls six ops, OPS. The others of chapters 01 to 11 are parts of these: `inside` puts them
 there, with torch for the rest, in both runs. So for "rms_norm" all norms of the residual stream are
 launches of their own, and all are the reader's. For "paged_kv" the cache is cut into pages, which
-are stored backwards. Ops for quantised weights are not there: this model has none.
+are stored backwards. Ops for quantised weights are not there: this model has none; and
+`vector_add_silu` is not: no step of the model is that.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ PAGE = 16  # slots
 STAND_INS = {
     "gemv": gemv.library,
     "gate_up_swiglu": swiglu.projection_library,
+    "gate_up_swiglu_prefill": swiglu.projection_library,
     "decode_attention": decode_attention.library,
     "softmax": softmax.library,
     "paged_kv": paged_kv.library,
@@ -70,6 +72,7 @@ OURS = {
     "softmax_masked": softmax.softmax_masked,
     "rope": rope.rope,
     "swiglu": swiglu.swiglu,
+    "gate_up_swiglu_prefill": swiglu.gate_up_swiglu_prefill,
     "paged_kv": paged_kv.paged_kv,
     "paged_kv_write": paged_kv.paged_kv_write,
     **STAND_INS,
@@ -115,7 +118,7 @@ class Swapped:
         lines = [f"{self.name}: yours in place of ours, in {self.dtype}"]
         if at is None:
             share = max(d / a for d, a in zip(self.differences, self.allowed, strict=True))
-            lines.append(f"  outputs: the same in all layers, to {share:.2g} of what is allowed")
+            lines.append(f"  outputs: the same in all layers ({share:.2g} of the allowed error)")
         else:
             where = f"layer {at}" if at < len(self.differences) - 1 else "the head"
             size = f"{self.differences[at]:.2g}, {self.allowed[at]:.2g} allowed"
@@ -224,6 +227,8 @@ def inside(name: str, fn: Callable) -> dict[str, Callable]:
             return q, k_cache, v_cache
 
         return {"qk_norm_rope_cache": cached}
+    if name == "gate_up_swiglu_prefill":  # takes one token, too
+        return {"gate_up_swiglu": fn}
     if name == "swiglu":
         return {"gate_up_swiglu": lambda h, w: fn(*(linear(h, part) for part in w.chunk(2)))}
     if name == "paged_kv":
