@@ -391,8 +391,8 @@ DECODE = lab.Ladder(
             against="qwen3_decode_dependent",
             attempt="before they wait, o and down have L2 fetch the weights of the next kernel",
             expected="gate_up's weights come while attention leaves memory idle: 9 % less time",
-            cause="Not known: ncu, which could count, runs kernels one after the other. A guess: "
-            "what is fetched for later stands before what a kernel waits for now.",
+            cause="Not known: a profiler, which could count, runs kernels one after the other. A "
+            "guess: what is fetched for later stands before what a kernel waits for now.",
         ),
     ),
 )
