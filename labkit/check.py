@@ -328,10 +328,10 @@ class _Run:
             except Exception as why:
                 bug, text = _exception(why)
                 self.fail(bug, f"property: {prop.text}", text)
-            if stray := damage_bug(damage):  # the sizes were right, so it is what this tests
-                trouble = stray[1]
-            if trouble:
-                self.fail(prop.bug, f"property: {prop.text}", trouble)
+            bug, stray = damage_bug(damage) or ("", "")
+            if trouble or bug:
+                text = "\n".join(filter(None, (trouble, stray)))
+                self.fail(prop.bug if trouble else bug, f"property: {prop.text}", text)
 
     def lens(self, gates: Mapping[str, float]) -> None:
         """Races, barriers and traffic, seen by the simulators on the largest test size.

@@ -8,6 +8,7 @@ from labkit.sync import notebooks, slug_of
 
 import argparse
 import importlib.util
+import math
 import os
 import platform
 import signal
@@ -71,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def doctor(_) -> int:
     """What runs here, and what cannot be verified here."""
+    from labkit.record import PEERS
+
     print(f"labkit {version('kernel-ladder')} in {ROOT}")
     print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("torch", "triton", "numba", "numba-cuda", "cuda-core", "numpy"):
@@ -82,8 +85,9 @@ def doctor(_) -> int:
     else:
         d = lab.DEVICE
         print(f"\nGPU: {d.name}, compute capability {d.sm}, {d.sms} SMs, {d.l2_bytes >> 20} MiB L2")
-        print("Not verified here: nothing. Set LABKIT_DEVICE=sim to try the simulators.")
-    for peer in ("liger-kernel", "flashinfer-python", "cupy-cuda13x"):
+        missing = "Triton kernels, which need 8.0" if float(d.sm) < 8 else "nothing"
+        print(f"Not verified here: {missing}. LABKIT_DEVICE=sim asks for the simulators.")
+    for peer in PEERS:
         print(f"  peer {peer} {_version(peer)}")
     return 0
 
@@ -123,7 +127,7 @@ def load(spec: str):
         defined = ", ".join(names) or "nothing"
         raise Fault(f"{path} has no {name!r}; it defines: {defined}") from None
     if not callable(fn):
-        raise Fault(f"{path}:{name} is a {type(fn).__name__}, not a function")
+        raise Fault(f"{path}:{name} is not a function, but of type {type(fn).__name__}")
     return fn
 
 
@@ -137,6 +141,8 @@ def _find(operation: str):
 def _on_a_reader_kernel(options) -> int:
     """Run check, compare or bench in a process of its own: a hang or a crash ends only that."""
     _find(options.operation)
+    if not 0 < options.timeout < math.inf:
+        raise Fault(f"timeout={options.timeout}: write a number of seconds above 0")
     if options.inner:
         finished = Path(os.environ["LABKIT_FINISHED"])
         try:

@@ -99,8 +99,10 @@ class Attempt:
             raise ValueError(f"LABKIT_MODE={mode!r} is not learner, solution, strict or mutant:…")
         self.state, self.kernel = "🔴", self.rung.fn
         verdict = check(fn, self.problem, gates=self.exercise.gates)
-        if verdict.note.startswith("not attempted") and mode == "strict":
-            raise CheckFailed(self.rung.name, "not attempted", "strict mode", verdict.note)
+        if verdict.state == "⚪" and mode == "strict":
+            tried = not verdict.note.startswith("not attempted")
+            bug = "not checked" if tried else "not attempted"
+            raise CheckFailed(self.rung.name, bug, "strict mode", verdict.note)
         self.state = verdict.state
         self.kernel = fn if verdict.state == "🟢" else self.rung.fn
         return verdict

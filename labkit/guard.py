@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BAND = 4096  # canary elements on each side of a buffer: more than any tile's overhang
-LARGE = 2**28  # elements: what a property allocates above that is gigabytes, and gets no bands
+LARGE = 2**24  # elements: what is larger gets no bands in a property, which keeps them all
 MAKES = ("empty", "zeros", "ones", "full", "new_", "clone", "cat")  # torch's ops for a new tensor
 
 # One bit pattern per item size. Read as a float (fp16 and bf16 alike) each is a quiet NaN that no
@@ -90,33 +90,35 @@ class _Bands(TorchDispatchMode):
     def __init__(self, largest: float = math.inf) -> None:
         super().__init__()
         self.largest = largest  # elements
-        self.buffers: list[torch.Tensor] = []
+        self.buffers: list[tuple[torch.Size, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if not (name.startswith(MAKES) and isinstance(out, torch.Tensor)):
             return out
-        if out.layout != torch.strided or out.numel() > self.largest:
+        if out.layout != torch.strided or out.is_meta or out.numel() > self.largest:
+            return out
+        if out.element_size() not in _ALLOCATED:  # complex128
             return out
         inner, whole = _banded(out, _ALLOCATED)
         if "empty" not in name:
             inner.copy_(out)
-        self.buffers.append(whole)
+        self.buffers.append((inner.shape, whole))
         return inner
 
     def damage(self) -> list[Damage]:
         """What was written round the buffers."""
         found = []
-        for i, whole in enumerate(self.buffers):
-            name = "the output" if len(self.buffers) == 1 else f"allocation {i}"
+        for shape, whole in self.buffers:
+            name = "the output" if len(self.buffers) == 1 else f"a tensor of shape {list(shape)}"
             found += _damage(name, whole, _ALLOCATED)
         return found
 
 
 @contextmanager
 def guarded_allocations() -> Iterator[list[Damage]]:
-    """What is allocated inside gets bands, the caller's tensors too. At the end, the damage."""
+    """What MAKES allocate inside gets bands, for the caller too. At the end, the damage."""
     mode, found = _Bands(LARGE), []
     with undefined_lanes(), mode:
         yield found

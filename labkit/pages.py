@@ -61,7 +61,7 @@ def best_rows() -> list[tuple[Problem, Timing, Timing]]:
 def scorecard_table() -> str:
     """The scorecard as a Markdown table."""
     lines = [
-        "| operation | size | dtype | best rung | time | useful bandwidth | % of ceiling "
+        "| operation | size | dtype | last rung | time | useful bandwidth | % of ceiling "
         "| fastest peer | its time |",
         "|:--|:--|:--|:--|--:|--:|--:|:--|--:|",
     ]
@@ -98,8 +98,12 @@ def scorecard_page() -> str:
 
 <!-- Generated from book/results by `lab scorecard`; do not edit. -->
 
-Each line is the last rung of one ladder at the size its chapter times, against the fastest of the
+Each line is one operation: its last rung at the size its chapter times, against the fastest of the
 library, `torch.compile` and the other packages measured in the same run. Measured on {ran}.
+
+The ceiling is the measured rate of a copy; for operations that write next to nothing, of a read;
+and where arithmetic takes longer, of arithmetic. A call on a few kilobytes is bound by its start,
+and its share is near zero: compare its time with the peer's.
 
 ```{{image}} _static/scorecard.png
 :alt: For each operation a bar, the share of the ceiling reached, and a mark, the fastest peer.
@@ -138,7 +142,7 @@ def gallery_entry(mutant: Mutant, said: str) -> str:
     )
     meaning = BUGS.get(mutant.bug, "")
     return (
-        f"\n#### {mutant.name.replace('_', ' ')}: {mutant.bug}\n\n"
+        f"\n#### `{mutant.name}`: {mutant.bug}\n\n"
         + (f"{meaning[0].upper()}{meaning[1:]}.\n\n" if meaning else "")
         + f"```diff\n{changes}\n```\n\n"
         + f"````{{dropdown}} What the checker says\n```text\n{said}\n```\n````\n"

@@ -178,6 +178,8 @@ def validate(path: Path | str) -> str | None:
     path = Path(path)
     try:
         text = path.read_text()
+    except IsADirectoryError:
+        return f"{path}: a folder; name files, or none for all of book/results"
     except (OSError, UnicodeDecodeError) as why:
         return f"{path}: cannot be read: {why}"
     problem = _problem_in(path, text)

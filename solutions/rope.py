@@ -328,12 +328,16 @@ def flashinfer_apart(q, k, v, q_weight, k_weight, cos_sin, positions, k_cache, v
     return stored(q, k, v, k_cache, v_cache, slots)
 
 
-def of_four_tokens(slots=(0, 1, 2, 3)) -> tuple:
-    """Arguments with two caches of seven slots, which hold 9, inside rooms with one more around."""
+def of_four_tokens(slots=(0, 1, 2, 3), rooms: list[Tensor] | None = None) -> tuple:
+    """Arguments with caches of seven slots, which lie inside `rooms` and hold 9."""
     args = cache_inputs(torch.float32, seed=1, T=4, H=4, H_kv=2, D=16)
-    # Slot -1 would be the row before the cache: it belongs to the same allocation.
-    rooms = (torch.full((9, 2, 16), 9.0, device=args[0].device) for _ in range(2))
-    return *args[:7], *(room[1:-1] for room in rooms), torch.tensor(slots, device=args[0].device)
+    caches = (room[1:-1] for room in rooms or rooms_of_nine())
+    return *args[:7], *caches, torch.tensor(slots, device=args[0].device)
+
+
+def rooms_of_nine() -> list[Tensor]:
+    """Slot -1 would be the row before the cache: it belongs to the same allocation."""
+    return [torch.full((9, 2, 16), 9.0, device=lab.DEVICE.torch) for _ in range(2)]
 
 
 def tokens_may_lie_apart(kernel) -> str | None:
@@ -367,16 +371,15 @@ def writes_its_slots_only(kernel) -> str | None:
     """A token's slot is written, -1 writes nothing, all else stays; q is in `out`, if given."""
     slots = [5, -1, 2, 3]
     wanted_q, k_rows, v_rows = kernel(*of_four_tokens())
-    args = of_four_tokens(slots)
+    rooms = rooms_of_nine()
+    wanted = [room.clone() for room in rooms]
     given = {"out": torch.empty_like(wanted_q)}
     if "out" not in inspect.signature(kernel).parameters:
         given = {}
-    rooms = [cache._base for cache in args[7:9]]
-    wanted = [room.clone() for room in rooms]
     for token, slot in enumerate(slots):
         if slot >= 0:
             wanted[0][1 + slot], wanted[1][1 + slot] = k_rows[token], v_rows[token]
-    got = kernel(*args, **given)
+    got = kernel(*of_four_tokens(slots, rooms), **given)
     if not torch.equal(given.get("out", got[0]), wanted_q):
         return "q is not in the output that was given"
     for name, room, want in zip(("k_cache", "v_cache"), rooms, wanted, strict=True):

@@ -560,6 +560,7 @@ def simulated(a, b):
         (cached_buffer, BLEND, "overwrites an earlier result"),
         (exits, BLEND, "raises"),
         (exchanged, BLEND, "swapped indices"),
+        (lambda a, b: torch.empty_like(a, device="meta"), BLEND, "wrong device"),
         pytest.param(
             unfilled,
             ROW_SUM,
@@ -582,6 +583,29 @@ def test_more_wrong_kernels(fn, problem, bug):
     with pytest.raises(lab.CheckFailed) as caught:
         lab.check(fn, problem)
     assert caught.value.bug == bug, str(caught.value)
+
+
+def test_a_property_runs_in_guarded_memory():
+    """The sizes are right; what only a property sees writes past its output."""
+
+    def twelve(fn):
+        a = torch.ones((2, 12), device=lab.DEVICE.torch)
+        return None if torch.equal(fn(a, a), blend_right(a, a)) else "it is not the blend"
+
+    def stray(a, b):
+        y = blend_right(a, b)
+        if tuple(a.shape) == (2, 12):
+            y.as_strided((5,), (1,), y.storage_offset() + y.numel() + 7).fill_(0)
+        return y
+
+    guarded = dataclasses.replace(
+        BLEND, properties=(lab.Property("twelve are blended", "wrong sign", twelve),)
+    )
+    assert lab.check(blend_right, guarded).state == "🟢"
+    with pytest.raises(lab.CheckFailed, match=r"5 item\(s\) after the end") as caught:
+        lab.check(stray, guarded)
+    assert caught.value.bug == "out-of-bounds store"
+    assert "property: twelve are blended" in str(caught.value)
 
 
 def test_kernels_are_found_wherever_the_launcher_keeps_them(tmp_path, monkeypatch):
