@@ -115,7 +115,9 @@ def check(
 
     `fn` is a rung, a launcher, or any function with the signature of `problem.library`. Without a
     GPU it runs in float32 under the simulators, or in every dtype if it launches no kernel.
-    `gates` bounds the traffic that the lens counts: `{"bytes": 1.1}` allows 1.1 times the ledger.
+    `gates` bounds what the lens counts: `{"bytes": 1.1}` allows 1.1 times the ledger's bytes,
+    `{"sectors": 1.5}` that many times the 32-byte sectors which would hold what each request reads
+    or writes of global memory.
     """
     rung = fn if isinstance(fn, Rung) else None
     problem = problem or (rung and rung.problem)
@@ -361,6 +363,15 @@ class _Run:
                 "structural gates",
                 f"it moves {report.bytes} bytes, {report.bytes / ledger:.2f} times the ledger "
                 f"of {ledger}; the gate is {gates['bytes']:.2f}",
+            )
+        moves = [a for a in report.accesses if a.space == "global"]
+        touched, needed = sum(a.sectors for a in moves), sum(a.needed for a in moves)
+        if "sectors" in gates and touched > gates["sectors"] * needed:
+            self.fail(
+                "uncoalesced access",
+                "structural gates",
+                f"its requests touch {touched:,} sectors of 32 bytes where {needed:,} would do, "
+                f"{touched / needed:.1f} times as many; the gate is {gates['sectors']:.2f}",
             )
 
     def numbers(self, dtype: torch.dtype) -> None:

@@ -53,6 +53,7 @@ BUGS = {
     "depends on the seed": "right for some random inputs only",
     "modifies its input": "an input is changed",
     "too much traffic": "it moves more bytes than the gate allows",
+    "uncoalesced access": "neighbouring lanes do not touch neighbouring addresses",
     "wrong formula": "the values are wrong, and no bug that the checker knows explains them",
 }
 """The bug classes any kernel can have. Problems add their own through `suspects`."""

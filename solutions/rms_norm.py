@@ -33,6 +33,7 @@ MAX_N = 65536  # rungs 4 and 5: 32 warps of 64 elements a thread; past 32,768 re
 THIN, THICK = 8, 64  # elements of a row in a thread of rungs 4 and 5; in bf16, 1 or 8 loads
 ONE_WAVE = 2**20  # elements; half of what 132 SMs with 2,048 threads hold at 8 a thread
 SHORT = 512  # rungs 4 and 5: up to this N, one row is too little work for a program
+PROGRAM_N = SHORT + 88  # of properties: rungs 4 and 5 give such a row a program of its own
 MANY = 2 * SHORT  # rung 4: up to this N too, if there is more than one wave of rows
 SIMULATED = bool(config.ENABLE_CUDASIM)
 Rows, Gain = Float[Tensor, "M N"], Float[Tensor, " N"]
@@ -81,7 +82,7 @@ def casts_like(library, inputs):
     """A property: in bf16, all but a few values are the library's to the last bit."""
 
     def holds(kernel) -> str | None:
-        args = inputs(torch.bfloat16, seed=1, M=8, N=256)
+        args = inputs(torch.bfloat16, seed=1, M=8, N=PROGRAM_N)
         for got, want in zip(lab.outputs(kernel(*args)), lab.outputs(library(*args)), strict=True):
             same = (got == want).double().mean().item()
             if same < 0.99:
@@ -95,7 +96,7 @@ def scales(dtype: torch.dtype, sizes: tuple[float, ...], allowed: float):
     """A property: rows of very different size come out right, each relative to its own values."""
 
     def holds(kernel) -> str | None:
-        x, w = inputs(dtype, seed=1, M=len(sizes), N=32)
+        x, w = inputs(dtype, seed=1, M=len(sizes), N=PROGRAM_N)
         x *= torch.tensor(sizes, dtype=dtype, device=x.device)[:, None]
         y, truth = kernel(x, w).double(), reference(x.double(), w.double())
         errors = (y - truth).abs().amax(1) / truth.abs().amax(1)
@@ -605,6 +606,7 @@ TILED = lab.Exercise(
         lab.Mutant("no_mean", "sum instead of mean", {"sum_s[0] / float32(N)": "sum_s[0]"}),
         lab.Mutant("no_eps", "forgets eps", {" + float32(eps))": ")"}),
     ),
+    gates={"bytes": 1.7, "sectors": 1.5},  # x twice; neighbours together
 )
 
 FUSED = lab.Exercise(
@@ -614,8 +616,8 @@ FUSED = lab.Exercise(
         "A program has one row. `tl.arange(0, BLOCK_N)` numbers its columns; the row begins `N` "
         "elements after the one before. `tl.program_id(0).to(tl.int64)` says which row it is: in "
         "32 bits, offsets would wrap at 2³¹.",
-        "`BLOCK_N` is a power of two, N need not be. Which value may the masked lanes of x hold so "
-        "that the sum of squares stays right? And by what is that sum divided?",
+        "`BLOCK_N` is a power of two, N need not be. A masked lane of x must add nothing to the "
+        "sum of squares: load it with `other=0.0`. The mean divides by N.",
         "Compute in float32. Round `h * rstd` to the dtype of x before it meets w.",
     ),
     mutants=(
@@ -625,6 +627,7 @@ FUSED = lab.Exercise(
         lab.Mutant("ones", "wrong mask fill", {"other=0.0": "other=1.0"}),
         lab.Mutant("no_gain", "forgets the gain", {"y = w * (h": "y = (h"}),
         lab.Mutant("no_root", "forgets the root", {"tl.rsqrt(": "1 / ("}),
+        lab.Mutant("no_eps", "forgets eps", {" / N + eps)": " / N)"}),
         lab.Mutant(
             "one_row",
             "local index used for global",
@@ -636,7 +639,13 @@ FUSED = lab.Exercise(
             "low-precision accumulator",
             {"h = x.to(tl.float32)": "h = x.to(tl.float16)"},
         ),
+        lab.Mutant(
+            "loads_twice",
+            "too much traffic",
+            {"y = w * (h": "h = tl.load(x_ptr + row * N + offs, mask=mask)\n    y = w * (h"},
+        ),
     ),
+    gates={"bytes": 1.3},  # each element of x once
 )
 
 # Attempts not kept ---------------------------------------------------------------------------

@@ -358,8 +358,13 @@ COALESCED = lab.Exercise(
             "too much traffic",
             {"y[i] = x1[i] + x2[i]": "y[i] = x1[i]\n        y[i] += x2[i]"},
         ),
+        lab.Mutant(
+            "swapped",
+            "uncoalesced access",
+            {INDEX: "i = cuda.threadIdx.x * cuda.gridDim.x + cuda.blockIdx.x"},
+        ),
     ),
-    gates={"bytes": 1.1},  # of the ledger: each element moves once
+    gates={"bytes": 1.1, "sectors": 1.5},  # each element moves once, with its neighbours
 )
 
 SILU = "s / (1 + tl.exp(-s))"

@@ -3,7 +3,7 @@
 import labkit as lab
 from labkit import pages
 from labkit.check import error_over_allowed
-from labkit.exercise import definition, skeleton
+from labkit.exercise import define, definition, skeleton
 from labkit.ladder import ladders
 from labkit.launch import kernels_of
 from labkit.problem import cloned
@@ -91,6 +91,34 @@ def test_mutant_is_rejected_with_its_class(ladder, exercise, mutant):
     if lab.SIMULATED:
         entry = pages.gallery_entry(mutant, str(caught.value))
         assert pages.comparable(entry) in GALLERY, "`lab scorecard` writes the bug gallery"
+
+
+# What a property asks for, and these rungs do not have: a workspace, templates, chapter 10's bits.
+NOT_OF_THIS_RUNG = {
+    "decode_attention_grouped": {"a workspace can be used again", "every template is right"},
+    "decode_attention_split": {"a workspace can be used again", "every template is right"},
+    "paged_kv_gathered": {"a workspace can be used again", "the bits are those of chapter 10"},
+}
+
+
+@pytest.mark.parametrize(("ladder", "exercise"), EXERCISES, ids=ids(EXERCISES))
+def test_properties_reach_the_kernel_that_the_reader_writes(ladder, exercise):
+    """And not another one, to which the launcher sends other sizes."""
+    rung = ladder.rung(exercise.rung_name)
+    module, problem = inspect.getmodule(rung.fn), ladder.problem_of(rung)
+    names = [exercise.function] + [rung.name] * (rung.name != exercise.function)
+    source = "\n\n".join(
+        [skeleton(module, exercise.function), *(definition(module, n) for n in names[1:])]
+    )
+    launcher = define(source, dict(vars(module)), f"{module.__name__}.bare")[rung.name]
+    missed = set()
+    for prop in problem.properties:
+        try:
+            prop.holds(launcher)
+        except Exception:  # the skeleton's
+            continue
+        missed.add(prop.text)
+    assert missed == NOT_OF_THIS_RUNG.get(rung.name, set())
 
 
 @pytest.mark.parametrize(("ladder", "exercise"), EXERCISES, ids=ids(EXERCISES))
