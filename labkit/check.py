@@ -22,7 +22,7 @@ from labkit.diagnose import (
     memory_bug,
     value_bug,
     wrong_form,
-)  # fmt: skip
+)
 from labkit.guard import bits, guarded, guarded_allocations
 from labkit.ladder import Rung
 from labkit.launch import NotAttempted, as_kernel, attempted, kernels_of, packaged
