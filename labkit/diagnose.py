@@ -293,9 +293,12 @@ def _where(case: Case, which: str, g, want, allowed: float, who: Mapping[int, st
     bad = ~((g.double() - want.double()).abs() <= allowed)
     first = tuple(bad.nonzero()[0].tolist())
     writer = who.get(int(bad.flatten().nonzero()[0]))
+    got, wanted = (f"{x[first].item():.6g}" for x in (g, want))
+    if got == wanted:
+        got, wanted = (f"{x[first].item():.9g}" for x in (g, want))
     lines = [
         f"{int(bad.sum())} of {bad.numel()} values{which} are wrong; first at {first}: "
-        f"got {g[first].item():.6g}, wanted {want[first].item():.6g}, "
+        f"got {got}, wanted {wanted}, "
         f"may differ by {allowed:.2g}" + (f"\nwritten by {writer}" if writer else "")
     ]
     if want.numel() <= SMALL:
