@@ -1,7 +1,7 @@
 """The checker, tried on kernels that belong to no chapter: wrong ones, each with its class."""
 
 import labkit as lab
-from labkit.check import error_over_allowed
+from labkit.check import Verdict, error_over_allowed
 from labkit.ladder import ladders
 from labkit.launch import kernels_of
 from labkit.problem import cloned, is_float
@@ -421,6 +421,18 @@ def test_what_cannot_be_compiled_apart_is_not_claimed_to_compile():
 
     assert "whether it compiles" in lab.check(locked, BLEND).not_verified
     assert "whether it compiles" not in lab.check(blend_right, BLEND).not_verified
+
+
+def test_strict_mode_takes_no_kernel_that_was_not_run(monkeypatch):
+    ladder, _ = lab.find("vector_add")
+    attempt = ladder.exercise("vector_add_coalesced")
+    unseen = Verdict("⚪", "mine", note="an autotuned kernel needs a GPU")
+    monkeypatch.setattr("labkit.exercise.check", lambda *_, **__: unseen)
+    assert attempt.check(attempt.rung.fn) is unseen
+    monkeypatch.setenv("LABKIT_MODE", "strict")
+    with pytest.raises(lab.CheckFailed, match="not checked") as caught:
+        attempt.check(attempt.rung.fn)
+    assert "needs a GPU" in str(caught.value)
 
 
 def test_a_skeleton_is_not_attempted():

@@ -85,6 +85,13 @@ def test_compare_shows_mine_beside_the_others(kernels):
     assert ("× ledger" if lab.SIMULATED else "useful bandwidth") in out.stdout
 
 
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf"])
+def test_a_timeout_is_a_time(kernels, timeout):
+    out = run("check", "vector_add", f"{kernels}:mine", f"--timeout={timeout}")
+    assert out.returncode == 1
+    assert out.stderr == f"timeout={float(timeout)}: write a number of seconds above 0\n"
+
+
 def test_compare_takes_a_plain_torch_function(kernels):
     out = run("compare", "vector_add", f"{kernels}:plain")
     assert out.returncode == 0, out.stderr

@@ -258,3 +258,7 @@ def test_bars_and_attempts_are_those_of_the_recording():
     assert [b[0] for b in bars] == [b["text"] for b in data["target"]["bars"]]
     assert [b[3] for b in bars] == ["yes" if b["met"] else "no" for b in data["target"]["bars"]]
     assert [a[2] for a in attempts] == [r["measured"] for r in data["rejected"]]
+
+
+def test_a_folder_is_no_results_file(tmp_path):
+    assert validate(tmp_path).startswith(f"{tmp_path}: a folder; name files")
